@@ -1,0 +1,1 @@
+"""Even work on every rank, the same loss on any cluster."""

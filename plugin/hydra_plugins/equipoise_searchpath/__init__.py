@@ -1,0 +1,1 @@
+"""Puts ``pkg://equipoise.conf`` on the search path of every Hydra application."""

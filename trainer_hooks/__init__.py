@@ -1,0 +1,1 @@
+"""Hooks into trainers: the only rooms of the package that import a framework."""
