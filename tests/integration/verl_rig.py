@@ -1,0 +1,198 @@
+"""Run verl's own command in processes of its own, and leave none of them behind."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# psutil ships no types.
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_environment, cpu_overrides
+
+from examples.tiny import TinyPaths, build_tiny
+
+_MARK = "EQUIPOISE_RIG_RUN"
+_POLL_S = 0.5
+_GRACE_S = 20.0
+# verl waits for ever for a worker that is gone, so a log that says so ends the run.
+_FATAL = re.compile(r"ActorDiedError|WorkerCrashedError|A worker died or was killed|running low on memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completed:
+    """What a run has left."""
+
+    returncode: int | None
+    """None where the run was ended by the time limit or after a fatal line in its log."""
+    wall_s: float
+    log: Path
+    metrics: tuple[Mapping[str, Any], ...]
+    """One mapping a step that verl logged, with the step under ``step``."""
+
+    def checked(self) -> Completed:
+        """Raise with the tail of the log unless the run ended well."""
+        if self.returncode != 0:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
+            raise RuntimeError(f"verl ended with {self.returncode} after {self.wall_s:.0f} s; {self.log} ends\n{tail}")
+        return self
+
+    def series(self, name: str) -> list[float]:
+        """Values of one metric, step by step, where it was logged."""
+        return [float(row[name]) for row in self.metrics if name in row]
+
+
+@functools.cache
+def tiny() -> TinyPaths:
+    """The tiny model and its data, made once a session."""
+    return build_tiny(Path(tempfile.mkdtemp(prefix="equipoise-tiny-")))
+
+
+def tiny_overrides(*, steps: int) -> list[str]:
+    """GRPO on the tiny model: 8 prompts a step, 4 samples each, up to 32 tokens, two mini-batches."""
+    return [
+        *tiny().overrides(),
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=128",
+        "data.max_response_length=32",
+        "data.seed=1",
+        "actor_rollout_ref.model.use_remove_padding=True",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
+        "trainer.total_epochs=4",
+        f"trainer.total_training_steps={steps}",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.resume_mode=disable",
+    ]
+
+
+def run_verl(
+    overrides: list[str], *, dp: int, timeout_s: float, cwd: Path, env: Mapping[str, str] | None = None
+) -> Completed:
+    """``python -m verl.trainer.main_ppo`` on ``dp`` CPU ranks.
+
+    Args:
+        overrides: Hydra overrides; they come after, and so win over, those that a CPU needs.
+        dp: data-parallel ranks.
+        timeout_s: the run is killed after this time.
+        cwd: folder to run in; gets ``verl.log`` and ``metrics.jsonl``.
+        env: more environment variables.
+    """
+    cwd.mkdir(parents=True, exist_ok=True)
+    log, metrics = cwd / "verl.log", cwd / "metrics.jsonl"
+    mark = uuid.uuid4().hex
+    ray_dir = Path(tempfile.mkdtemp(prefix="eq", dir="/tmp"))  # short: Ray puts Unix sockets below it
+    environment = {
+        **cpu_environment(),
+        "PYTHONWARNINGS": "ignore",
+        "RAY_TMPDIR": str(ray_dir),
+        "SPT_NOENV": "1",  # Ray renames its processes; so its new names leave the mark readable
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+        _MARK: mark,
+        **(env or {}),
+    }
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *cpu_overrides(dp)]
+    command += ['trainer.logger=["console","file"]', *overrides]
+    metrics.unlink(missing_ok=True)
+    begin = time.monotonic()
+    with log.open("w") as out:
+        family = _Family(command, cwd=cwd, env=environment, out=out, mark=mark)
+        try:
+            returncode = family.wait(deadline=begin + timeout_s, log=log)
+        finally:
+            family.kill()
+            shutil.rmtree(ray_dir, ignore_errors=True)
+    return Completed(returncode=returncode, wall_s=time.monotonic() - begin, log=log, metrics=_read(metrics))
+
+
+def _read(path: Path) -> tuple[Mapping[str, Any], ...]:
+    if not path.exists():
+        return ()
+    steps: dict[int, dict[str, Any]] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        steps.setdefault(row["step"], {"step": row["step"]}).update(row["data"])
+    return tuple(steps[step] for step in sorted(steps))
+
+
+class _Family:
+    """A process and all that descends from it, also what left its session or lost its parent."""
+
+    def __init__(self, command: list[str], *, cwd: Path, env: Mapping[str, str], out: IO[str], mark: str) -> None:
+        self.mark = mark
+        self.seen: dict[int, psutil.Process] = {}
+        self.root = subprocess.Popen(
+            command, cwd=cwd, env=dict(env), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def wait(self, *, deadline: float, log: Path) -> int | None:
+        """Return code, or None at the deadline or some time after a fatal line."""
+        read = 0
+        while time.monotonic() < deadline:
+            self.look()
+            try:
+                return self.root.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                pass
+            with log.open(errors="replace") as file:
+                file.seek(read)
+                if _FATAL.search(file.read()):
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                read = file.tell()
+        return None
+
+    def look(self) -> None:
+        """Remember the descendants of now: once their parent is gone, nothing leads to them."""
+        try:
+            for process in psutil.Process(self.root.pid).children(recursive=True):
+                self.seen.setdefault(process.pid, process)
+        except psutil.NoSuchProcess:
+            pass
+
+    def kill(self) -> None:
+        """Kill them all and wait until they are gone."""
+        self.look()
+        if self.root.poll() is None:
+            os.killpg(self.root.pid, signal.SIGKILL)
+            self.root.wait()
+        for _ in range(5):  # a raylet may have started a worker in the meantime
+            alive = [process for process in {**self.seen, **self.marked()}.values() if process.is_running()]
+            if not alive:
+                return
+            for process in alive:
+                try:
+                    process.kill()  # psutil checks the start time, so that a reused number is safe
+                except psutil.NoSuchProcess:
+                    pass
+            psutil.wait_procs(alive, timeout=5)
+
+    def marked(self) -> dict[int, psutil.Process]:
+        """Processes whose environment carries the mark of this run."""
+        found: dict[int, psutil.Process] = {}
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(_MARK) == self.mark:
+                    found[process.pid] = process
+            except psutil.Error:
+                continue
+        return found

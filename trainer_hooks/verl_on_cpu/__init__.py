@@ -1,0 +1,30 @@
+"""Run an unmodified verl on a machine without an accelerator, for examples and tests.
+
+Asked for with ``VERL_PLATFORM=cpu``; without it this module does nothing. verl imports it in every process of a job
+(entry point group ``verl.plugins``), so it imports nothing but the hook helper. The shims are in
+:mod:`~equipoise.trainer_hooks.verl_on_cpu.patches`, the settings that a job needs on top in
+:mod:`~equipoise.trainer_hooks.verl_on_cpu.launch`.
+"""
+
+import os
+from types import ModuleType
+
+from equipoise.trainer_hooks._imports import when_imported
+
+
+def is_asked_for() -> bool:
+    """Whether the environment names the platform ``cpu``, read the way verl reads it."""
+    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+
+
+def _attach(platforms: ModuleType) -> None:
+    if platforms.PlatformRegistry.get("cpu") is not None:
+        return  # another plugin brings the platform, and with it its own shims
+    from equipoise.trainer_hooks.verl_on_cpu import patches, platform
+
+    platforms.PlatformRegistry.register(platform="cpu")(platform.CPUPlatform)
+    patches.attach()
+
+
+if is_asked_for():
+    when_imported("verl.plugin.platform", _attach)
