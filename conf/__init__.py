@@ -1,0 +1,1 @@
+"""Hydra group ``equipoise``: presets only; defaults live in :class:`equipoise.config.EquipoiseConfig`."""

@@ -49,6 +49,7 @@ def when_imported(name: str, hook: Hook) -> None:
     Args:
         name: absolute module name.
         hook: receives the module after its body has run. What it raises reaches whoever imports ``name``.
+
     """
     module = sys.modules.get(name)
     if module is not None:

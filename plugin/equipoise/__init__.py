@@ -1,1 +1,55 @@
-"""Even work on every rank, the same loss on any cluster."""
+"""Even work on every rank, the same loss on any cluster: step planning for RL post-training."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from equipoise.errors import EquipoiseError as EquipoiseError
+    from equipoise.errors import EquipoiseWarning as EquipoiseWarning
+    from equipoise.errors import InfeasiblePlan as InfeasiblePlan
+    from equipoise.errors import InvalidInput as InvalidInput
+    from equipoise.partition import partition as partition
+    from equipoise.partition import partitioners as partitioners
+    from equipoise.plan import PlanStats as PlanStats
+    from equipoise.plan import StepPlan as StepPlan
+    from equipoise.plan import StepSpec as StepSpec
+    from equipoise.plan import plan_step as plan_step
+    from equipoise.plan import required_batch_multiple as required_batch_multiple
+    from equipoise.workload import CostModel as CostModel
+    from equipoise.workload import TokenCost as TokenCost
+    from equipoise.workload import TransformerCost as TransformerCost
+
+_HOME = {
+    "EquipoiseError": "equipoise.errors",
+    "EquipoiseWarning": "equipoise.errors",
+    "InfeasiblePlan": "equipoise.errors",
+    "InvalidInput": "equipoise.errors",
+    "partition": "equipoise.partition",
+    "partitioners": "equipoise.partition",
+    "PlanStats": "equipoise.plan",
+    "StepPlan": "equipoise.plan",
+    "StepSpec": "equipoise.plan",
+    "plan_step": "equipoise.plan",
+    "required_batch_multiple": "equipoise.plan",
+    "CostModel": "equipoise.workload",
+    "TokenCost": "equipoise.workload",
+    "TransformerCost": "equipoise.workload",
+}
+
+__version__ = "0.1.0"
+__all__ = [*sorted(_HOME), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name's module when the name is first used, so that ``import equipoise`` costs nothing."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'equipoise' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -34,6 +34,10 @@ class PatchMismatch(EquipoiseError, RuntimeError):
     """A framework is not what a hook was written for, so that attaching would be unsafe."""
 
 
+class EquipoiseWarning(UserWarning):
+    """Something goes on, but not as asked."""
+
+
 def must(field: str, rule: str, got: object, remedy: str) -> str:
     """Text of an input error.
 

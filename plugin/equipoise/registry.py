@@ -1,4 +1,4 @@
-"""A registry of named implementations: registration is explicit, a duplicate is an error, a miss lists what there is."""
+"""A registry of named implementations: a duplicate is an error, a miss lists what there is."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Registry(Generic[T]):
 
         Raises:
             DuplicateName: ``name`` is taken.
+
         """
         if name in self._items:
             raise DuplicateName(must(f"{self.kind} name", "be new", name, "choose another name"))

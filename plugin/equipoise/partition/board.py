@@ -1,0 +1,282 @@
+"""The board: rows in cells, cells in columns, and the swaps and moves that even them out.
+
+A board is one mini-batch: ``num_ranks`` × ``num_columns`` cells, a column being the micro-batch in which all ranks
+meet. Cell c belongs to rank c % num_ranks and column c // num_ranks. A partition into k parts is a board of one
+column. Several boards of one shape are searched at a time, since a numpy call costs as much for one as for sixteen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+Moves = Literal["none", "rank", "any"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What a swap or move must respect.
+
+    Attributes:
+        cap: the most tokens of a cell; None for no cap. A lone row is never split, so it may exceed the cap.
+        moves: whether a row may change cells without another in return: never, between cells of one rank (the rank's
+            row count stays), or between any cells.
+
+    """
+
+    cap: int | None = None
+    moves: Moves = "none"
+
+
+class Boards:
+    """J boards of n rows in K cells, with the loads that every search needs kept up to date.
+
+    Args:
+        cost: shape (J, n), at least 0.
+        tokens: shape (J, n).
+        cell: cell of each row, shape (J, n).
+        num_ranks: cells of a column.
+        num_columns: columns of a board.
+        kind: shape (J, n); only rows of one kind are swapped between ranks. None if all rows are alike.
+
+    """
+
+    def __init__(
+        self,
+        cost: FloatArray,
+        tokens: IntArray,
+        cell: IntArray,
+        *,
+        num_ranks: int,
+        num_columns: int,
+        kind: IntArray | None = None,
+    ) -> None:
+        self.num_boards, self.num_rows = cost.shape
+        self.num_ranks, self.num_columns = num_ranks, num_columns
+        self.num_cells = num_ranks * num_columns
+        # A last, empty row of cost 0 stands for "no row" in the slots that a cell does not use.
+        self.cost = np.concatenate([cost, np.zeros((self.num_boards, 1))], axis=1)
+        self.tokens = np.concatenate([tokens, np.zeros((self.num_boards, 1), dtype=np.int64)], axis=1)
+        self.kind = None if kind is None else np.concatenate([kind, kind[:, :1]], axis=1)
+        self.cell = cell.copy()
+        self.rank_of = np.arange(self.num_cells) % num_ranks
+        self.column_of = np.arange(self.num_cells) // num_ranks
+        self._fill()
+
+    def _fill(self) -> None:
+        boards, n, cells = self.num_boards, self.num_rows, self.num_cells
+        flat = (self.cell + np.arange(boards)[:, None] * cells).ravel()
+        self.count = np.bincount(flat, minlength=boards * cells).reshape(boards, cells)
+        self.load = np.bincount(flat, weights=self.cost[:, :n].ravel(), minlength=boards * cells).reshape(boards, cells)
+        self.fill = (
+            np.bincount(flat, weights=self.tokens[:, :n].ravel(), minlength=boards * cells)
+            .astype(np.int64)
+            .reshape(boards, cells)
+        )
+        self._lay_out(int(self.count.max()) + 4)
+
+    def _lay_out(self, width: int) -> None:
+        boards, n = self.num_boards, self.num_rows
+        self.slots = np.full((boards, self.num_cells, width), n, dtype=np.int64)
+        order = np.argsort(self.cell, axis=1, kind="stable")
+        cells = np.take_along_axis(self.cell, order, axis=1)
+        starts = np.cumsum(self.count, axis=1) - self.count
+        place = np.arange(n)[None, :] - np.take_along_axis(starts, cells, axis=1)
+        self.slots[np.arange(boards)[:, None], cells, place] = order
+
+    def select(self, boards: IntArray) -> Boards:
+        """The boards of these numbers, shape (J',), as boards of their own."""
+        n = self.num_rows
+        return Boards(
+            self.cost[boards, :n],
+            self.tokens[boards, :n],
+            self.cell[boards],
+            num_ranks=self.num_ranks,
+            num_columns=self.num_columns,
+            kind=None if self.kind is None else self.kind[boards, :n],
+        )
+
+    def ensure_room(self, width: int) -> None:
+        """Make every cell hold at least ``width`` rows."""
+        if width > self.slots.shape[2]:
+            self._lay_out(width + 4)
+
+    # -- objectives ---------------------------------------------------------------------------------------------------
+
+    def columns(self) -> FloatArray:
+        """Loads by column, shape (J, num_columns, num_ranks)."""
+        return self.load.reshape(self.num_boards, self.num_columns, self.num_ranks)
+
+    def lockstep(self) -> FloatArray:
+        """Σ over columns of the largest load, shape (J,)."""
+        return self.columns().max(axis=2).sum(axis=1)
+
+    def rank(self) -> FloatArray:
+        """Largest load of a rank over all its columns, shape (J,)."""
+        return self.columns().sum(axis=1).max(axis=1)
+
+    # -- search -------------------------------------------------------------------------------------------------------
+
+    def targets(self) -> FloatArray:
+        """Level that each cell should reach, shape (J, K).
+
+        No column can be below its longest row, so the others share what is left: the level is the larger of that row
+        and a water line, the same for all columns, at which the levels add up to the whole cost.
+        """
+        longest = self._longest()
+        floor = longest.reshape(self.num_boards, self.num_columns, self.num_ranks).max(axis=2)
+        total = self.load.sum(axis=1) / self.num_ranks
+        level = np.empty_like(floor)
+        for j in range(self.num_boards):
+            level[j] = np.maximum(floor[j], _water_line(floor[j], float(total[j])))
+        return np.repeat(level, self.num_ranks, axis=1)
+
+    def _longest(self) -> FloatArray:
+        boards = np.arange(self.num_boards)[:, None, None]
+        return self.cost[boards, self.slots].max(axis=2)
+
+    def even_out(self, excess: FloatArray, weight: FloatArray, rules: Rules, *, within_column: bool, shift: int) -> int:
+        """One round: pair full cells with empty ones and give each pair its best swap or move.
+
+        Args:
+            excess: shape (J, K), what a cell is above its level.
+            weight: shape (J, n + 1), what a row adds to ``excess``; 0 for the empty row.
+            rules: what a change must respect; ``cap`` is left out when ``weight`` is the tokens themselves.
+            within_column: pair cells of the same column only.
+            shift: rotates the partners, so that rounds try other pairs.
+
+        Returns:
+            Number of pairs that were changed.
+
+        """
+        board, full, empty = self._pairs(excess, within_column=within_column, shift=shift)
+        gap = excess[board, full] - excess[board, empty]
+        keep = gap > 1e-9 * (1.0 + np.abs(excess[board, full]))
+        board, full, empty, gap = board[keep], full[keep], empty[keep], gap[keep]
+        if not board.size:
+            return 0
+        width = int(self.count.max()) + (rules.moves != "none")
+        self.ensure_room(width)
+        step = max(1, 4_000_000 // (width * width))  # bounds the memory of one call
+        changed = 0
+        for at in range(0, board.size, step):
+            part = slice(at, at + step)
+            changed += self._swap_best(board[part], full[part], empty[part], gap[part], weight, rules, width)
+        return changed
+
+    def _pairs(self, excess: FloatArray, *, within_column: bool, shift: int) -> tuple[IntArray, IntArray, IntArray]:
+        boards = self.num_boards
+        if within_column:
+            values = excess.reshape(boards, self.num_columns, self.num_ranks)
+            order = (
+                np.argsort(values, axis=2, kind="stable")
+                + (np.arange(self.num_columns) * self.num_ranks)[None, :, None]
+            )
+        else:
+            order = np.argsort(excess, axis=1, kind="stable")[:, None, :]
+        half = order.shape[2] // 2
+        empty = order[:, :, :half]
+        full = order[:, :, ::-1][:, :, :half]
+        if shift and half:
+            empty = np.roll(empty, shift % half, axis=2)
+        board = np.broadcast_to(np.arange(boards)[:, None, None], full.shape)
+        return board.ravel(), full.ravel(), empty.ravel()
+
+    def _swap_best(
+        self,
+        board: IntArray,
+        full: IntArray,
+        empty: IntArray,
+        gap: FloatArray,
+        weight: FloatArray,
+        rules: Rules,
+        width: int,
+    ) -> int:
+        out_rows = self.slots[board, full, :width]  # (P, W)
+        in_rows = self.slots[board, empty, :width]
+        shift = weight[board[:, None], out_rows][:, :, None] - weight[board[:, None], in_rows][:, None, :]
+        gain = shift * (gap[:, None, None] - shift)  # half the fall of the sum of squared excesses
+        allowed = self._allowed(board, full, empty, out_rows, in_rows, rules)
+        gain = np.where(allowed, gain, 0.0) if allowed is not None else gain
+        flat = gain.reshape(board.size, -1)
+        best = flat.argmax(axis=1)
+        won = flat[np.arange(board.size), best] > 1e-12 * gap * gap
+        if not won.any():
+            return 0
+        pick = best[won]
+        i, m = pick // width, pick % width
+        self.exchange(board[won], full[won], i, empty[won], m)
+        return int(won.sum())
+
+    def _allowed(
+        self, board: IntArray, full: IntArray, empty: IntArray, out_rows: IntArray, in_rows: IntArray, rules: Rules
+    ) -> BoolArray | None:
+        nobody = self.num_rows
+        real_out, real_in = out_rows != nobody, in_rows != nobody
+        same_rank = self.rank_of[full] == self.rank_of[empty]
+        may_move = np.ones(board.size, dtype=bool) if rules.moves == "any" else same_rank & (rules.moves == "rank")
+        # a lone row may not leave its cell; nothing may come in alone from the emptier cell
+        may_leave = may_move & (self.count[board, full] > 1)
+        allowed = real_out[:, :, None] & (real_in[:, None, :] | may_leave[:, None, None])
+        if self.kind is not None:
+            alike = self.kind[board[:, None], out_rows][:, :, None] == self.kind[board[:, None], in_rows][:, None, :]
+            allowed &= alike | same_rank[:, None, None]
+        if rules.cap is not None:
+            tokens = (
+                self.tokens[board[:, None], out_rows][:, :, None] - self.tokens[board[:, None], in_rows][:, None, :]
+            )
+            after_full = self.fill[board, full][:, None, None] - tokens
+            after_empty = self.fill[board, empty][:, None, None] + tokens
+            fits_full = (after_full <= rules.cap) | (self.count[board, full] == 1)[:, None, None]
+            fits_empty = (after_empty <= rules.cap) | (
+                (self.count[board, empty] == 1)[:, None, None] & real_in[:, None, :]
+            )
+            allowed &= fits_full & fits_empty
+        return allowed
+
+    def exchange(self, board: IntArray, cell_a: IntArray, at_a: IntArray, cell_b: IntArray, at_b: IntArray) -> None:
+        """Swap slot ``at_a`` of ``cell_a`` with slot ``at_b`` of ``cell_b``; an empty slot b makes it a move.
+
+        No cell may occur twice in one call on one board.
+        """
+        a = self.slots[board, cell_a, at_a]
+        b = self.slots[board, cell_b, at_b]
+        moved = b == self.num_rows
+        self.slots[board, cell_a, at_a] = b
+        at_b = np.where(moved, self.count[board, cell_b], at_b)
+        self.slots[board, cell_b, at_b] = a
+        self.cell[board, a] = cell_b
+        swapped = ~moved
+        self.cell[board[swapped], b[swapped]] = cell_a[swapped]
+        if moved.any():  # the last row of cell a takes the hole
+            jm, am, im = board[moved], cell_a[moved], at_a[moved]
+            last = self.count[jm, am] - 1
+            self.slots[jm, am, im] = self.slots[jm, am, last]
+            self.slots[jm, am, last] = self.num_rows
+            self.count[jm, am] -= 1
+            self.count[jm, cell_b[moved]] += 1
+        cost = self.cost[board, a] - self.cost[board, b]
+        tokens = self.tokens[board, a] - self.tokens[board, b]
+        self.load[board, cell_a] -= cost
+        self.load[board, cell_b] += cost
+        self.fill[board, cell_a] -= tokens
+        self.fill[board, cell_b] += tokens
+
+
+def _water_line(floor: FloatArray, total: float) -> float:
+    """The level w with Σ max(floor, w) = total; below every floor if the floors alone exceed the total."""
+    falling = np.sort(floor)[::-1]
+    rest = total
+    for used, height in enumerate(falling):
+        line = rest / (falling.size - used)
+        if line >= height:
+            return float(line)
+        rest -= float(height)
+    return 0.0

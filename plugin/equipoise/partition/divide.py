@@ -1,0 +1,170 @@
+"""``partition``: weights into k parts by a named algorithm, its input checked and its groups kept whole."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.errors import InfeasiblePlan, InvalidInput, must
+from equipoise.partition import greedy, karmarkar_karp
+from equipoise.partition.board import Boards, Rules
+from equipoise.partition.refine import even_out_loads, polish
+from equipoise.registry import Registry
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+class Partitioner(Protocol):
+    """Divides checked weights."""
+
+    def __call__(self, weights: FloatArray, k: int, *, equal_size: bool) -> IntArray:
+        """Part of each row, shape (n,); with ``equal_size`` n is a multiple of k and each part gets n / k rows."""
+        ...
+
+
+partitioners: Registry[Partitioner] = Registry("partitioner")
+
+
+@partitioners.decorator("kk")
+def karmarkar_karp_partition(weights: FloatArray, k: int, *, equal_size: bool) -> IntArray:
+    """Karmarkar-Karp largest differencing."""
+    return karmarkar_karp.equal_size(weights, k) if equal_size else karmarkar_karp.free_size(weights, k)
+
+
+@partitioners.decorator("lpt")
+def lpt_partition(weights: FloatArray, k: int, *, equal_size: bool) -> IntArray:
+    """Longest processing time first."""
+    limits = np.full(k, weights.size // k) if equal_size else None
+    return greedy.longest_first(weights, k, max_rows=limits)
+
+
+@partitioners.decorator("refined")
+def refined_partition(weights: FloatArray, k: int, *, equal_size: bool) -> IntArray:
+    """The better of "kk" and "lpt" after a search over swaps and, with free sizes, moves. Never worse than either."""
+    if k == 1:
+        return np.zeros(weights.size, dtype=np.int64)
+    starts = np.stack([partitioners[name](weights, k, equal_size=equal_size) for name in ("kk", "lpt")])
+    cost = np.repeat(weights[None, :], len(starts), axis=0)
+    boards = Boards(cost, np.zeros(cost.shape, dtype=np.int64), starts, num_ranks=k, num_columns=1)
+    rules = Rules(moves="none" if equal_size else "any")
+    before = boards.lockstep()
+    even_out_loads(boards, rules, tolerance=1e-6)
+    polish(boards, rules)
+    after = boards.lockstep()
+    found = np.where((after <= before)[:, None], boards.cell, starts)
+    return found[int(np.minimum(after, before).argmin())]
+
+
+def partition(
+    weights: Any, k: int, *, algorithm: str = "refined", equal_size: bool = False, group_ids: Any = None
+) -> list[IntArray]:
+    """Divide rows into k parts of nearly equal weight.
+
+    Args:
+        weights: one number of at least 0 per row, shape (n,).
+        k: number of parts, at most n (at most the number of groups with ``group_ids``).
+        algorithm: a name of :data:`partitioners`: "refined", "kk" or "lpt".
+        equal_size: each part gets n / k rows; n must be a multiple of k.
+        group_ids: shape (n,); rows of one id stay in one part.
+
+    Returns:
+        k integer arrays of row ids, rising within a part, none empty; every row once.
+
+    Raises:
+        InvalidInput: a weight is negative, NaN or infinite, k is out of range, or a shape does not fit.
+        InfeasiblePlan: groups cannot be kept whole in parts of equal size.
+        UnknownName: no such algorithm.
+
+    >>> [part.tolist() for part in partition([8, 7, 6, 5, 4], 2)]
+    [[0, 1], [2, 3, 4]]
+
+    """
+    values = _checked_weights(weights)
+    algorithm_of = partitioners[algorithm]
+    _check_parts(values.size, k, equal_size=equal_size)
+    if group_ids is None:
+        part = algorithm_of(values, k, equal_size=equal_size)
+    else:
+        part = _partition_groups(values, k, algorithm_of, equal_size=equal_size, group_ids=np.asarray(group_ids))
+    part = _without_empty_parts(part, values, k) if group_ids is None and not equal_size else part
+    order = np.argsort(part, kind="stable")
+    parts = np.split(order, np.cumsum(np.bincount(part, minlength=k))[:-1])
+    return sorted(parts, key=lambda rows: int(rows[0]))
+
+
+def _checked_weights(weights: Any) -> FloatArray:
+    values = np.asarray(weights)
+    if values.ndim != 1 or values.size == 0:
+        raise InvalidInput(
+            must("weights", "be one-dimensional with at least one row", values.shape, "pass one weight per row")
+        )
+    if values.dtype.kind not in "iufb":
+        raise InvalidInput(must("weights", "be numbers", str(values.dtype), "pass one weight per row"))
+    values = values.astype(np.float64)
+    wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))
+    if wrong.size:
+        row = int(wrong[0])
+        raise InvalidInput(
+            must(f"weights[{row}]", "be finite and at least 0", float(values[row]), "check the lengths or cost model")
+        )
+    return values
+
+
+def _check_parts(n: int, k: int, *, equal_size: bool) -> None:
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
+        raise InvalidInput(must("k", "be a whole number of at least 1", k, "pass the number of parts"))
+    if k > n:
+        raise InvalidInput(must("k", f"be at most the number of rows, {n}", k, f"use k <= {n} or add padding rows"))
+    if equal_size and n % k:
+        raise InfeasiblePlan(
+            must(
+                "the number of rows",
+                f"be a multiple of k = {k} with equal_size=True",
+                n,
+                f"pad to {n + k - n % k} rows or pass equal_size=False",
+            )
+        )
+
+
+def _partition_groups(
+    values: FloatArray, k: int, algorithm: Partitioner, *, equal_size: bool, group_ids: npt.NDArray[Any]
+) -> IntArray:
+    if group_ids.shape != values.shape:
+        raise InvalidInput(must("group_ids", f"have shape {values.shape}", group_ids.shape, "pass one id per row"))
+    _, first, unit, size = np.unique(group_ids, return_index=True, return_inverse=True, return_counts=True)
+    by_arrival = np.argsort(np.argsort(first, kind="stable"), kind="stable")  # ids of any type, in order of arrival
+    unit = by_arrival[unit]
+    size = size[np.argsort(first, kind="stable")]
+    weight = np.bincount(unit, weights=values)
+    if k > size.size:
+        raise InfeasiblePlan(
+            must("k", f"be at most the number of groups, {size.size}", k, "use fewer parts or do not keep groups whole")
+        )
+    if not equal_size:
+        part = _without_empty_parts(algorithm(weight, k, equal_size=False), weight, k)
+        return part[unit]
+    if (size != size[0]).any() or size.size % k:
+        raise InfeasiblePlan(
+            must(
+                "group_ids",
+                f"form groups of one size, a multiple of k = {k} of them, with equal_size=True",
+                f"{size.size} groups of {int(size.min())} to {int(size.max())} rows",
+                "pass equal_size=False",
+            )
+        )
+    return algorithm(weight, k, equal_size=True)[unit]
+
+
+def _without_empty_parts(part: IntArray, values: FloatArray, k: int) -> IntArray:
+    """Give each empty part the lightest row of the part with the most rows (rows of weight 0 may pile up)."""
+    count = np.bincount(part, minlength=k)
+    for p in np.flatnonzero(count == 0):
+        rows = np.flatnonzero(part == int(count.argmax()))
+        row = rows[int(values[rows].argmin())]
+        count[part[row]] -= 1
+        part[row] = p
+        count[p] = 1
+    return part

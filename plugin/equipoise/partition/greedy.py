@@ -1,0 +1,39 @@
+"""Longest processing time first, on a heap.
+
+R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), 1969: rows in falling order, each
+to the part with the least load. With a limit on rows a part leaves the heap when it is full.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+def longest_first(weights: FloatArray, k: int, *, max_rows: IntArray | None = None) -> IntArray:
+    """Part of each row, shape (n,).
+
+    Args:
+        weights: at least 0, shape (n,).
+        k: number of parts.
+        max_rows: the most rows of each part, shape (k,), adding up to at least n; None for no limit.
+
+    """
+    part = np.empty(weights.size, dtype=np.int64)
+    limits = [weights.size] * k if max_rows is None else max_rows.tolist()
+    # load, rows, part: among equal loads the part with fewer rows
+    heap = [(0.0, 0, p) for p in range(k) if limits[p] > 0]
+    values = weights.tolist()
+    for row in np.argsort(-weights, kind="stable").tolist():
+        load, rows, p = heap[0]
+        part[row] = p
+        if rows + 1 < limits[p]:
+            heapq.heapreplace(heap, (load + values[row], rows + 1, p))
+        else:
+            heapq.heappop(heap)
+    return part

@@ -1,0 +1,84 @@
+"""What a plan must satisfy: the trainer's own settings in one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from equipoise.errors import InvalidInput, must, nearest
+from equipoise.plan.multiple import positive
+
+Algorithm = Literal["refined", "kk", "lpt"]
+Composition = Literal["keep", "stratified"]
+Oversize = Literal["error", "alone"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """The settings of one trainer step that a plan depends on.
+
+    Args:
+        dp_size: data-parallel ranks.
+        num_mini_batches: optimizer steps that the batch is cut into.
+        max_token_len_per_gpu: tokens that one GPU may hold in a micro-batch; None for no cap.
+        micro_batch_size_per_gpu: rows of each micro-batch, instead of the cap.
+        sp_size: GPUs that share a row's tokens (Ulysses); the cap of a rank is ``max_token_len_per_gpu * sp_size``.
+        micro_batch_multiple: the number of micro-batches is a multiple of it (interleaved pipelines).
+        min_micro_batches: the fewest micro-batches of a mini-batch on a rank.
+        equal_count: each rank gets as many rows of each mini-batch. False: counts differ by at most 1.
+        composition: "keep" cuts mini-batches from the batch as it came; "stratified" gives each of them the same mix of
+            lengths.
+        algorithm: "refined" (a search from several starts), "kk" or "lpt".
+        oversize: what to do with a row above the cap: "error", or "alone" in a micro-batch of its own.
+        seed: of the "stratified" composition.
+
+    Raises:
+        InvalidInput: a value breaks its rule, or two exclude each other.
+
+    >>> StepSpec(dp_size=8, num_mini_batches=4, max_token_len_per_gpu=16384, sp_size=2).cap
+    32768
+
+    """
+
+    dp_size: int
+    num_mini_batches: int = 1
+    max_token_len_per_gpu: int | None = None
+    micro_batch_size_per_gpu: int | None = None
+    sp_size: int = 1
+    micro_batch_multiple: int = 1
+    min_micro_batches: int = 1
+    equal_count: bool = True
+    composition: Composition = "keep"
+    algorithm: Algorithm = "refined"
+    oversize: Oversize = "error"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        positive("dp_size", self.dp_size, "pass the number of data-parallel ranks")
+        positive("num_mini_batches", self.num_mini_batches, "pass the optimizer steps of one trainer step")
+        positive("sp_size", self.sp_size, "use 1 without sequence parallelism")
+        positive("micro_batch_multiple", self.micro_batch_multiple, "use 1 without an interleaved pipeline")
+        positive("min_micro_batches", self.min_micro_batches, "use 1 unless a pipeline needs more")
+        if self.max_token_len_per_gpu is not None:
+            positive("max_token_len_per_gpu", self.max_token_len_per_gpu, "pass the tokens that one GPU can hold")
+        if self.micro_batch_size_per_gpu is not None:
+            positive("micro_batch_size_per_gpu", self.micro_batch_size_per_gpu, "pass the rows of one micro-batch")
+            if self.max_token_len_per_gpu is not None:
+                raise InvalidInput(
+                    must(
+                        "micro_batch_size_per_gpu",
+                        "be None when max_token_len_per_gpu is given",
+                        self.micro_batch_size_per_gpu,
+                        "choose fixed micro-batches or the token cap",
+                    )
+                )
+        for field, options in (("algorithm", Algorithm), ("composition", Composition), ("oversize", Oversize)):
+            value = getattr(self, field)
+            if value not in get_args(options):
+                rule = f"be one of {list(get_args(options))}"
+                raise InvalidInput(must(field, rule, value, nearest(str(value), get_args(options))))
+
+    @property
+    def cap(self) -> int | None:
+        """Tokens that one micro-batch of a rank may hold; None for no cap."""
+        return None if self.max_token_len_per_gpu is None else self.max_token_len_per_gpu * self.sp_size

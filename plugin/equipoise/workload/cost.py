@@ -1,0 +1,123 @@
+"""Cost models: lengths in tokens to float64 costs in units of the model's own choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.errors import InvalidInput, must
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+class CostModel(Protocol):
+    """Anything that maps lengths, shape (n,), to float64 costs, shape (n,)."""
+
+    def __call__(self, lengths: Any) -> FloatArray:
+        """Cost of each row."""
+        ...
+
+
+def as_lengths(lengths: Any, *, field: str = "lengths") -> IntArray:
+    """Lengths in tokens as int64, shape (n,), from a list, a numpy array or a CPU tensor.
+
+    Raises:
+        InvalidInput: empty, not one-dimensional, not whole numbers, NaN, infinite or negative.
+
+    >>> as_lengths([3, 1])
+    array([3, 1])
+
+    """
+    array: npt.NDArray[Any] = np.asarray(lengths)
+    if array.ndim != 1:
+        raise InvalidInput(must(field, "be one-dimensional", array.shape, "pass one length per row"))
+    if array.size == 0:
+        raise InvalidInput(must(field, "hold at least one row", [], "skip the step when the batch is empty"))
+    if array.dtype.kind not in "iuf":
+        raise InvalidInput(must(field, "be whole numbers", str(array.dtype), "pass the tokens of each row as integers"))
+    if array.dtype.kind == "f":
+        wrong = np.flatnonzero(~np.isfinite(array) | (array != np.floor(array)))
+        if wrong.size:
+            row = int(wrong[0])
+            raise InvalidInput(
+                must(f"{field}[{row}]", "be a whole number", float(array[row]), "pass the tokens of each row")
+            )
+    if int(array.min()) < 0:
+        row = int(np.argmin(array))
+        raise InvalidInput(must(f"{field}[{row}]", "be at least 0", int(array[row]), "pass the tokens of each row"))
+    return array.astype(np.int64, copy=False)
+
+
+def row_costs(cost: CostModel, lengths: IntArray) -> FloatArray:
+    """Call ``cost`` and check what it returns: float64, one finite value of at least 0 per row.
+
+    Raises:
+        InvalidInput: the model returned another shape, or a value that is negative, NaN or infinite.
+
+    """
+    values = np.asarray(cost(lengths), dtype=np.float64)
+    name = type(cost).__name__
+    if values.shape != lengths.shape:
+        raise InvalidInput(must(f"{name}(lengths)", f"have shape {lengths.shape}", values.shape, "return one per row"))
+    wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))
+    if wrong.size:
+        row = int(wrong[0])
+        raise InvalidInput(
+            must(
+                f"{name}(lengths)[{row}]",
+                "be finite and at least 0",
+                float(values[row]),
+                f"check the model at length {int(lengths[row])}",
+            )
+        )
+    return values
+
+
+@dataclass(frozen=True)
+class TokenCost:
+    """Cost of a row = its tokens. Right for memory, and for time where attention is a small part.
+
+    >>> TokenCost()([1000, 2])
+    array([1000.,    2.])
+    """
+
+    def __call__(self, lengths: Any) -> FloatArray:
+        """Tokens as float64, shape (n,)."""
+        return as_lengths(lengths).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class TransformerCost:
+    """Cost of a row of length L = linear · L + quadratic · L².
+
+    The defaults are verl 0.9.1's (``verl/utils/seqlen_balancing.py``, ``calculate_workload``): a dense transformer
+    spends about 12·h²·L on its projections and 2·h·L² on attention, which for hidden size h = 4096 is proportional to
+    24576·L + L². Products are taken in float64: in 32 bits they overflow from L = 35,655 on.
+
+    Args:
+        linear: cost of one token, at least 0.
+        quadratic: cost of one pair of tokens, at least 0.
+
+    >>> TransformerCost()([1, 1000000]).tolist()
+    [24577.0, 1024576000000.0]
+
+    """
+
+    linear: float = 24576.0
+    quadratic: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field, value in (("linear", self.linear), ("quadratic", self.quadratic)):
+            if not (np.isfinite(value) and value >= 0):
+                raise InvalidInput(must(field, "be finite and at least 0", value, "use verl's 24576 and 1"))
+        if self.linear == 0 and self.quadratic == 0:
+            raise InvalidInput(must("linear", "be above 0 when quadratic is 0", 0, "a row must cost something"))
+
+    def __call__(self, lengths: Any) -> FloatArray:
+        """Costs as float64, shape (n,)."""
+        tokens = as_lengths(lengths).astype(np.float64)
+        return self.linear * tokens + self.quadratic * tokens * tokens
