@@ -39,7 +39,23 @@ _HOME = {
 }
 
 __version__ = "0.1.0"
-__all__ = [*sorted(_HOME), "__version__"]
+__all__ = [
+    "CostModel",
+    "EquipoiseError",
+    "EquipoiseWarning",
+    "InfeasiblePlan",
+    "InvalidInput",
+    "PlanStats",
+    "StepPlan",
+    "StepSpec",
+    "TokenCost",
+    "TransformerCost",
+    "__version__",
+    "partition",
+    "partitioners",
+    "plan_step",
+    "required_batch_multiple",
+]
 
 
 def __getattr__(name: str) -> Any:

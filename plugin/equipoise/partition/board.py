@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
+from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, iota, sums
 
 Moves = Literal["none", "rank", "any"]
 
@@ -65,31 +62,28 @@ class Boards:
         self.cost = np.concatenate([cost, np.zeros((self.num_boards, 1))], axis=1)
         self.tokens = np.concatenate([tokens, np.zeros((self.num_boards, 1), dtype=np.int64)], axis=1)
         self.kind = None if kind is None else np.concatenate([kind, kind[:, :1]], axis=1)
-        self.cell = cell.copy()
-        self.rank_of = np.arange(self.num_cells) % num_ranks
-        self.column_of = np.arange(self.num_cells) // num_ranks
+        self.cell: IntArray = cell.copy()
+        self.rank_of: IntArray = iota(self.num_cells) % num_ranks
+        self.column_of: IntArray = iota(self.num_cells) // num_ranks
         self._fill()
 
     def _fill(self) -> None:
         boards, n, cells = self.num_boards, self.num_rows, self.num_cells
-        flat = (self.cell + np.arange(boards)[:, None] * cells).ravel()
-        self.count = np.bincount(flat, minlength=boards * cells).reshape(boards, cells)
-        self.load = np.bincount(flat, weights=self.cost[:, :n].ravel(), minlength=boards * cells).reshape(boards, cells)
-        self.fill = (
-            np.bincount(flat, weights=self.tokens[:, :n].ravel(), minlength=boards * cells)
-            .astype(np.int64)
-            .reshape(boards, cells)
-        )
+        flat: IntArray = (self.cell + iota(boards)[:, None] * cells).ravel()
+        bins = boards * cells
+        self.count: IntArray = counts(flat, bins).reshape(boards, cells)
+        self.load: FloatArray = sums(flat, self.cost[:, :n].ravel(), bins).reshape(boards, cells)
+        self.fill: IntArray = int_sums(flat, self.tokens[:, :n].ravel(), bins).reshape(boards, cells)
         self._lay_out(int(self.count.max()) + 4)
 
     def _lay_out(self, width: int) -> None:
         boards, n = self.num_boards, self.num_rows
-        self.slots = np.full((boards, self.num_cells, width), n, dtype=np.int64)
+        self.slots: IntArray = np.full((boards, self.num_cells, width), n, dtype=np.int64)
         order = np.argsort(self.cell, axis=1, kind="stable")
-        cells = np.take_along_axis(self.cell, order, axis=1)
-        starts = np.cumsum(self.count, axis=1) - self.count
-        place = np.arange(n)[None, :] - np.take_along_axis(starts, cells, axis=1)
-        self.slots[np.arange(boards)[:, None], cells, place] = order
+        cells: IntArray = np.take_along_axis(self.cell, order, axis=1)
+        starts: IntArray = np.cumsum(self.count, axis=1) - self.count
+        place: IntArray = iota(n)[None, :] - np.take_along_axis(starts, cells, axis=1)
+        self.slots[iota(boards)[:, None], cells, place] = order
 
     def select(self, boards: IntArray) -> Boards:
         """The boards of these numbers, shape (J',), as boards of their own."""
@@ -139,7 +133,7 @@ class Boards:
         return np.repeat(level, self.num_ranks, axis=1)
 
     def _longest(self) -> FloatArray:
-        boards = np.arange(self.num_boards)[:, None, None]
+        boards = iota(self.num_boards)[:, None, None]
         return self.cost[boards, self.slots].max(axis=2)
 
     def even_out(self, excess: FloatArray, weight: FloatArray, rules: Rules, *, within_column: bool, shift: int) -> int:
@@ -186,7 +180,7 @@ class Boards:
         full = order[:, :, ::-1][:, :, :half]
         if shift and half:
             empty = np.roll(empty, shift % half, axis=2)
-        board = np.broadcast_to(np.arange(boards)[:, None, None], full.shape)
+        board: IntArray = np.broadcast_to(iota(boards)[:, None, None], full.shape)
         return board.ravel(), full.ravel(), empty.ravel()
 
     def _swap_best(

@@ -7,14 +7,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from equipoise._arrays import FloatArray, IntArray, counts, sums
+from equipoise._checks import positive
 from equipoise.errors import InfeasiblePlan, InvalidInput, must
 from equipoise.partition import greedy, karmarkar_karp
 from equipoise.partition.board import Boards, Rules
 from equipoise.partition.refine import even_out_loads, polish
 from equipoise.registry import Registry
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 class Partitioner(Protocol):
@@ -91,7 +90,7 @@ def partition(
         part = _partition_groups(values, k, algorithm_of, equal_size=equal_size, group_ids=np.asarray(group_ids))
     part = _without_empty_parts(part, values, k) if group_ids is None and not equal_size else part
     order = np.argsort(part, kind="stable")
-    parts = np.split(order, np.cumsum(np.bincount(part, minlength=k))[:-1])
+    parts = np.split(order, np.cumsum(counts(part, k))[:-1])
     return sorted(parts, key=lambda rows: int(rows[0]))
 
 
@@ -114,8 +113,7 @@ def _checked_weights(weights: Any) -> FloatArray:
 
 
 def _check_parts(n: int, k: int, *, equal_size: bool) -> None:
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
-        raise InvalidInput(must("k", "be a whole number of at least 1", k, "pass the number of parts"))
+    positive("k", k, "pass the number of parts")
     if k > n:
         raise InvalidInput(must("k", f"be at most the number of rows, {n}", k, f"use k <= {n} or add padding rows"))
     if equal_size and n % k:
@@ -138,7 +136,7 @@ def _partition_groups(
     by_arrival = np.argsort(np.argsort(first, kind="stable"), kind="stable")  # ids of any type, in order of arrival
     unit = by_arrival[unit]
     size = size[np.argsort(first, kind="stable")]
-    weight = np.bincount(unit, weights=values)
+    weight = sums(unit, values, size.size)
     if k > size.size:
         raise InfeasiblePlan(
             must("k", f"be at most the number of groups, {size.size}", k, "use fewer parts or do not keep groups whole")
@@ -160,7 +158,7 @@ def _partition_groups(
 
 def _without_empty_parts(part: IntArray, values: FloatArray, k: int) -> IntArray:
     """Give each empty part the lightest row of the part with the most rows (rows of weight 0 may pile up)."""
-    count = np.bincount(part, minlength=k)
+    count = counts(part, k)
     for p in np.flatnonzero(count == 0):
         rows = np.flatnonzero(part == int(count.argmax()))
         row = rows[int(values[rows].argmin())]

@@ -9,10 +9,8 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+from equipoise._arrays import FloatArray, IntArray
 
 
 def longest_first(weights: FloatArray, k: int, *, max_rows: IntArray | None = None) -> IntArray:

@@ -11,10 +11,8 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+from equipoise._arrays import FloatArray, IntArray
 
 _NO_ROW = -1
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from equipoise._arrays import BoolArray, FloatArray, IntArray, iota
 from equipoise.partition.board import Boards, Rules
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 Objective = Literal["lockstep", "rank"]
 
 
@@ -41,7 +39,7 @@ def even_out_loads(boards: Boards, rules: Rules, *, max_rounds: int = 48, tolera
             return
 
 
-def fit_cap(boards: Boards, cap: int, moves: Rules, *, max_rounds: int = 64) -> npt.NDArray[np.bool_]:
+def fit_cap(boards: Boards, cap: int, moves: Rules, *, max_rounds: int = 64) -> BoolArray:
     """Even out tokens until no cell exceeds the cap, where that can be found.
 
     Args:
@@ -63,10 +61,10 @@ def fit_cap(boards: Boards, cap: int, moves: Rules, *, max_rounds: int = 64) -> 
             break
         changed = boards.even_out(boards.fill.astype(np.float64), weight, free, within_column=False, shift=turn)
         idle = 0 if changed else idle + 1
-    return ~_over_cap(boards, cap).any(axis=1)
+    return np.logical_not(_over_cap(boards, cap).any(axis=1))
 
 
-def _over_cap(boards: Boards, cap: int) -> npt.NDArray[np.bool_]:
+def _over_cap(boards: Boards, cap: int) -> BoolArray:
     return (boards.fill > cap) & (boards.count > 1)
 
 
@@ -99,7 +97,7 @@ def polish(
                 break
 
 
-def _lockstep_step(boards: Boards, j: int, rules: Rules, stuck: npt.NDArray[np.bool_], tolerance: float) -> bool:
+def _lockstep_step(boards: Boards, j: int, rules: Rules, stuck: BoolArray, tolerance: float) -> bool:
     """Try the column with the most to win; True while some column may still be improved."""
     ranks = boards.num_ranks
     columns = boards.load[j].reshape(boards.num_columns, ranks)
@@ -116,7 +114,7 @@ def _lockstep_step(boards: Boards, j: int, rules: Rules, stuck: npt.NDArray[np.b
 
     rows, partner_row, partner_cell, shift, allowed = _candidates(boards, j, cell, rules)
     grown = boards.load[j][partner_cell] + shift
-    here = np.maximum(second, boards.load[j, cell] - shift)
+    here: FloatArray = np.maximum(second, boards.load[j, cell] - shift)
     in_same = same_column[partner_cell]
     here = np.where(in_same, np.maximum(here, grown), here)
     there = np.where(in_same, 0.0, np.maximum(0.0, grown - other_top[partner_cell]))
@@ -124,7 +122,7 @@ def _lockstep_step(boards: Boards, j: int, rules: Rules, stuck: npt.NDArray[np.b
     return _take_best(boards, j, cell, rows, partner_row, partner_cell, change, top[column], stuck, column)
 
 
-def _rank_step(boards: Boards, j: int, rules: Rules, stuck: npt.NDArray[np.bool_], tolerance: float) -> bool:
+def _rank_step(boards: Boards, j: int, rules: Rules, stuck: BoolArray, tolerance: float) -> bool:
     """Try each cell of the fullest rank in turn; True while a change was found or one is left to try."""
     total = boards.load[j].reshape(boards.num_columns, boards.num_ranks).sum(axis=0)
     rank = int(total.argmax())
@@ -144,7 +142,7 @@ def _rank_step(boards: Boards, j: int, rules: Rules, stuck: npt.NDArray[np.bool_
 
 def _candidates(
     boards: Boards, j: int, cell: int, rules: Rules
-) -> tuple[IntArray, IntArray, IntArray, FloatArray, npt.NDArray[np.bool_]]:
+) -> tuple[IntArray, IntArray, IntArray, FloatArray, BoolArray]:
     """All swaps of a row of ``cell`` with a row elsewhere, and all moves out of it.
 
     Returns:
@@ -154,26 +152,26 @@ def _candidates(
     """
     n = boards.num_rows
     mine = boards.slots[j, cell, : boards.count[j, cell]]
-    partner_row = np.arange(n)
-    partner_cell = boards.cell[j]
+    partner_row: IntArray = iota(n)
+    partner_cell: IntArray = boards.cell[j]
     if rules.moves != "none" and boards.count[j, cell] > 1:
-        targets = np.arange(boards.num_cells)
+        targets = iota(boards.num_cells)
         if rules.moves == "rank":
             targets = targets[boards.rank_of == boards.rank_of[cell]]
-        partner_row = np.concatenate([partner_row, np.full(targets.size, n)])
+        partner_row = np.concatenate([partner_row, np.full(targets.size, n, dtype=np.int64)])
         partner_cell = np.concatenate([partner_cell, targets])
     shift = boards.cost[j, mine][:, None] - boards.cost[j, partner_row][None, :]
-    allowed = (shift > 0) & (partner_cell != cell)[None, :]
+    allowed: BoolArray = (shift > 0) & (partner_cell != cell)[None, :]
     if rules.cap is not None:
         tokens = boards.tokens[j, mine][:, None] - boards.tokens[j, partner_row][None, :]
         count = boards.count[j]
         lone_mine = count[cell] == 1
-        lone_partner = ((count[partner_cell] == 1) & (partner_row != n))[None, :]
+        lone_partner: BoolArray = ((count[partner_cell] == 1) & (partner_row != n))[None, :]
         allowed &= ((boards.fill[j, cell] - tokens <= rules.cap) | lone_mine) & (
             (boards.fill[j][partner_cell][None, :] + tokens <= rules.cap) | lone_partner
         )
     if boards.kind is not None:
-        alike = boards.kind[j, mine][:, None] == boards.kind[j, partner_row][None, :]
+        alike: BoolArray = boards.kind[j, mine][:, None] == boards.kind[j, partner_row][None, :]
         allowed &= alike | (boards.rank_of[partner_cell] == boards.rank_of[cell])[None, :]
     return mine[:, None], partner_row[None, :], partner_cell[None, :], shift, allowed
 
@@ -187,7 +185,7 @@ def _take_best(
     partner_cell: IntArray,
     change: FloatArray,
     top: float,
-    stuck: npt.NDArray[np.bool_],
+    stuck: BoolArray,
     column: int,
 ) -> bool:
     best = int(change.argmin())

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from equipoise._arrays import BoolArray, IntArray
 from equipoise.errors import InfeasiblePlan, must
 from equipoise.plan.spec import StepSpec
-
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 
 def split_sizes(n: int, parts: int) -> IntArray:

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
+from equipoise._checks import positive
 from equipoise.errors import InvalidInput, must
-
-
-def positive(field: str, value: Any, remedy: str) -> int:
-    """``value`` as an int of at least 1.
-
-    Raises:
-        InvalidInput: not a whole number (a bool is none) or below 1.
-
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
-        raise InvalidInput(must(field, "be a whole number of at least 1", value, remedy))
-    return value.__index__()
 
 
 def required_batch_multiple(dp_size: int, mini_batch_sizes: Iterable[int] = ()) -> int:

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from equipoise._arrays import FloatArray, IntArray
 from equipoise.errors import InvalidInput, must
 from equipoise.plan.spec import StepSpec
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)

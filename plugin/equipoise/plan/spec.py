@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from equipoise._checks import positive
 from equipoise.errors import InvalidInput, must, nearest
-from equipoise.plan.multiple import positive
 
 Algorithm = Literal["refined", "kk", "lpt"]
 Composition = Literal["keep", "stratified"]

@@ -6,17 +6,14 @@ column · dp_size + rank). Every layout respects the rows of each rank; the toke
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, iota, sums
 from equipoise.partition import greedy, karmarkar_karp, partitioners
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +54,12 @@ def quotas_by_tokens(mini: MiniBatch, num_columns: int) -> IntArray:
     fewest = int(mini.real_rows.min())
     columns = min(num_columns, max(fewest, 1))
     falling = np.sort(mini.tokens[~mini.padding])[::-1]
-    cumulative = np.concatenate([[0], np.cumsum(falling)])
+    cumulative = _running_total(falling)
     quota = np.zeros((num_columns, ranks), dtype=np.int64)
     done = 0
     for column in range(columns - 1):
         share = cumulative[-1] * (column + 1) / columns
-        place = int(np.searchsorted(cumulative, share))
+        place = bisect.bisect_left(cumulative, share)
         take = round(place / ranks) - done
         take = max(1, min(take, fewest - done - (columns - 1 - column)))
         quota[column] = take
@@ -120,7 +117,7 @@ def by_ranks(mini: MiniBatch, num_columns: int, algorithm: str) -> IntArray:
             continue
         k = min(num_columns, rows.size)
         part = partitioners[algorithm](mini.cost[rows], k, equal_size=False)
-        load = np.bincount(part, weights=mini.cost[rows], minlength=k)
+        load = sums(part, mini.cost[rows], k)
         place = np.empty(k, dtype=np.int64)
         place[np.argsort(-load, kind="stable")] = np.arange(k)
         cell[rows] = place[part] * mini.dp_size + r
@@ -159,13 +156,18 @@ def as_it_came(mini: MiniBatch, num_columns: int | None, cap: int | None) -> tup
     return cell, columns
 
 
+def _running_total(tokens: IntArray) -> list[int]:
+    """Tokens before each row and, last, of all rows: n + 1 numbers."""
+    return [0, *itertools.accumulate(tokens.tolist())]
+
+
 def _next_fit(tokens: IntArray, start: int, end: int, cap: int) -> list[int]:
     """Starts of runs that hold at most ``cap`` tokens (a longer row stands alone)."""
-    cumulative = np.concatenate([[0], np.cumsum(tokens[start:end])])
+    cumulative = _running_total(tokens[start:end])
     starts = [0]
     while True:
         at = starts[-1]
-        following = int(np.searchsorted(cumulative, cumulative[at] + cap, side="right")) - 1
+        following = bisect.bisect_right(cumulative, cumulative[at] + cap) - 1
         following = max(following, at + 1)
         if following >= end - start:
             return [start + s for s in starts]
@@ -209,11 +211,11 @@ def _with_padding(mini: MiniBatch, cell: IntArray, num_columns: int) -> IntArray
     """Place each rank's padding rows, first where a cell would be empty; then mend cells that still are."""
     ranks = mini.dp_size
     cells = ranks * num_columns
-    count = np.bincount(cell[cell >= 0], minlength=cells)
+    count = counts(cell[cell >= 0], cells)
     padding = np.flatnonzero(mini.padding)
     at = 0
     for r in range(ranks):
-        mine = np.arange(r, cells, ranks)
+        mine = iota(num_columns) * ranks + r
         for row in padding[at : at + int(mini.rows[r] - mini.real_rows[r])]:
             if mini.fixed_rows is None:
                 to = int(mine[count[mine].argmin()])
@@ -222,8 +224,8 @@ def _with_padding(mini: MiniBatch, cell: IntArray, num_columns: int) -> IntArray
             cell[row] = to
             count[to] += 1
         at += int(mini.rows[r] - mini.real_rows[r])
-    for empty in np.flatnonzero(count == 0):
-        mine = np.arange(empty % ranks, cells, ranks)
+    for empty in np.flatnonzero(count == 0).tolist():
+        mine = iota(num_columns) * ranks + empty % ranks
         donor = int(mine[count[mine].argmax()])
         rows = np.flatnonzero(cell == donor)
         row = rows[int(mini.cost[rows].argmin())]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, sums
 from equipoise.errors import EquipoiseWarning, InfeasiblePlan, InvalidInput, must
 from equipoise.partition.board import Boards, Rules
 from equipoise.partition.refine import even_out_loads, fit_cap, polish
@@ -23,10 +23,6 @@ from equipoise.plan.result import StepPlan, measure
 from equipoise.plan.spec import StepSpec
 from equipoise.plan.starts import MiniBatch
 from equipoise.workload import CostModel, TransformerCost, as_lengths, row_costs
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 
 def plan_step(
@@ -110,8 +106,7 @@ class _Layout:
     def loads(self) -> FloatArray:
         """Cost of each cell, shape (num_columns, dp_size)."""
         cells = self.num_columns * self.mini.dp_size
-        loads = np.bincount(self.cell, weights=self.mini.cost, minlength=cells)
-        return loads.reshape(self.num_columns, self.mini.dp_size)
+        return sums(self.cell, self.mini.cost, cells).reshape(self.num_columns, self.mini.dp_size)
 
     def lockstep(self) -> float:
         return float(self.loads().max(axis=1).sum())
@@ -119,13 +114,13 @@ class _Layout:
     def legal(self, cap: int | None) -> bool:
         """No cell empty, and none above the cap but lone rows."""
         cells = self.num_columns * self.mini.dp_size
-        count = np.bincount(self.cell, minlength=cells)
+        count = counts(self.cell, cells)
         if count.min() == 0:
             return False
         if cap is None:
             return True
-        fill = np.bincount(self.cell, weights=self.mini.tokens, minlength=cells)
-        return not ((fill > cap) & (count > 1)).any()
+        fill = int_sums(self.cell, self.mini.tokens, cells)
+        return not bool(((fill > cap) & (count > 1)).any())
 
 
 def _flags(is_padding: Any, n: int) -> BoolArray:
@@ -329,7 +324,7 @@ def _dispatch_order(
         rank_of[part] = layout.cell % ranks
         column_of[part] = place[layout.cell // ranks]
         flat = rank_of[part] * columns + column_of[part]
-        sizes.append(np.bincount(flat, minlength=ranks * columns).reshape(ranks, columns))
+        sizes.append(counts(flat, ranks * columns).reshape(ranks, columns))
     order = row[np.lexsort((row, column_of, mini_of, rank_of))]
     order.flags.writeable = False
     for size in sizes:

@@ -8,10 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from equipoise._arrays import FloatArray, IntArray
 from equipoise.errors import InvalidInput, must
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 class CostModel(Protocol):
