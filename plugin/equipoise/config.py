@@ -1,0 +1,125 @@
+"""The structured configuration: the one home of every default. YAML under ``conf/equipoise`` holds presets only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_type_hints
+
+from equipoise.errors import InvalidConfig, must, nearest
+
+Planner = Literal["equipoise", "verl"]
+Cost = Literal["transformer", "token"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EquipoiseConfig:
+    """The node ``equipoise`` of a trainer's configuration.
+
+    What the trainer's own keys say already (mini-batch sizes, token caps, sequence parallelism) is read there.
+    """
+
+    enable: bool = True
+    """False: the trainer runs as if Equipoise were not installed."""
+
+    planner: Planner = "equipoise"
+    """"equipoise" plans each step. "verl" leaves verl's own balancing alone and only measures it."""
+
+    algorithm: Literal["refined", "kk", "lpt"] = "refined"
+    """How rows are divided: a search, or one of its starting rules alone."""
+
+    composition: Literal["keep", "stratified"] = "keep"
+    """"keep": each optimizer step has the prompts that the trainer's batch order gives it. "stratified": the same mix of
+    lengths in each."""
+
+    cost: Cost = "transformer"
+    """"transformer": cost_linear · L + cost_quadratic · L². "token": the tokens."""
+
+    cost_linear: float = 24576.0
+    """Cost of one token; the default is verl's, for hidden size 4096 (6 × hidden size in general)."""
+
+    cost_quadratic: float = 1.0
+    """Cost of one pair of tokens of a row."""
+
+    oversize: Literal["error", "alone"] = "error"
+    """A row above the token cap: an error, or a micro-batch of its own."""
+
+    min_row_tokens: int | None = None
+    """Tokens of a padding row; None for the least that the engine takes (2 with FSDP, verl's 128 elsewhere)."""
+
+    seed: int = 0
+    """Of composition=stratified."""
+
+    record: str | None = None
+    """Append one JSON line per step, with lengths and plan, to this file."""
+
+    check_patch_points: bool = True
+    """False: attach to a verl whose patched functions differ from those that were tested. At your own risk."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in fields(self):
+            value, hint = getattr(self, field.name), hints[field.name]
+            options = get_args(hint)
+            if options and isinstance(options[0], str) and value not in options:
+                rule = f"be one of {list(options)}"
+                raise InvalidConfig(must(f"equipoise.{field.name}", rule, value, nearest(str(value), options)))
+            if hint is bool and not isinstance(value, bool):
+                raise InvalidConfig(must(f"equipoise.{field.name}", "be true or false", value, "mend the override"))
+        for name in ("cost_linear", "cost_quadratic"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise InvalidConfig(must(f"equipoise.{name}", "be a number of at least 0", value, "mend the override"))
+        if self.cost == "transformer" and self.cost_linear == 0 and self.cost_quadratic == 0:
+            raise InvalidConfig(
+                must("equipoise.cost_linear", "be above 0 when cost_quadratic is 0", 0, "a row must cost something")
+            )
+        if self.min_row_tokens is not None and (not _is_int(self.min_row_tokens) or self.min_row_tokens < 2):
+            raise InvalidConfig(
+                must(
+                    "equipoise.min_row_tokens",
+                    "be null or at least 2 (a prompt token and a response token)",
+                    self.min_row_tokens,
+                    "use null for the least that the engine takes",
+                )
+            )
+        if not _is_int(self.seed) or self.seed < 0:
+            raise InvalidConfig(must("equipoise.seed", "be a whole number of at least 0", self.seed, "use 0"))
+        if self.record is not None and not isinstance(self.record, str):
+            raise InvalidConfig(must("equipoise.record", "be null or a file's path", self.record, "mend the override"))
+
+    @classmethod
+    def from_node(cls, node: Any) -> EquipoiseConfig:
+        """Check a configuration node, a mapping of plain values.
+
+        Raises:
+            InvalidConfig: the node is no mapping, has an unknown key, or a value breaks its rule.
+
+        >>> EquipoiseConfig.from_node({"algorithm": "kk"}).algorithm
+        'kk'
+        """
+        if isinstance(node, str):
+            raise InvalidConfig(
+                must(
+                    "equipoise",
+                    "be a configuration node",
+                    node,
+                    "Hydra did not find the group: install the package (`equipoise doctor` tells what is missing) or add"
+                    " 'hydra.searchpath=[pkg://equipoise.conf]'",
+                )
+            )
+        if not isinstance(node, Mapping):
+            raise InvalidConfig(
+                must("equipoise", "be a configuration node", node, "write +equipoise=default on the command line")
+            )
+        known = [field.name for field in fields(cls)]
+        for key in node:
+            if key not in known:
+                raise InvalidConfig(
+                    must(f"equipoise.{key}", "be a known key", node[key], nearest(str(key), known))
+                )
+        return cls(**{str(key): value for key, value in node.items()})
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,192 @@
+"""Every place where verl is touched or relied on, the version it was read in, and how it is undone.
+
+verl 0.9.1. Three names are replaced, all others are only called or relied on:
+
+* ``PPOTrainer.__init__`` (verl/trainer/ppo/v1/trainer_base.py:120) attaches to an instance whose configuration has the
+  node; verl offers no hook between the trainer's construction and its first step, and other trainer names than "sync"
+  change its replay buffer. Methods are replaced on that instance only. Until verl calls a balancing hook of its own.
+* ``RayPPOTrainer.__init__`` (verl/trainer/ppo/ray_trainer.py) refuses the node on the legacy trainer, which ends with
+  verl 0.9. Until that trainer is gone.
+* ``prepare_micro_batches`` (verl/workers/engine/utils.py:92) takes micro-batches from a plan that the batch carries.
+  Until verl's engines accept ready micro-batches.
+
+``undo`` puts all three back.
+"""
+
+# verl is not typed; its objects are Any here and everything that comes from it is checked before use.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from equipoise.errors import PatchMismatch
+
+VERL_VERSIONS = ("0.9.1",)
+
+
+@dataclass(frozen=True)
+class PatchPoint:
+    """A function of verl's that the hook replaces, wraps or relies on, by the digest of its source."""
+
+    module: str
+    name: str
+    digest: str
+
+    def found(self) -> str:
+        """Digest of what is installed; "missing" if there is no such function."""
+        owner: Any = importlib.import_module(self.module)
+        for part in self.name.split("."):
+            owner = getattr(owner, part, None)
+        if owner is None:
+            return "missing"
+        return digest(inspect.unwrap(owner))
+
+
+def digest(function: Callable[..., Any]) -> str:
+    """Digest of a function's source without its white space."""
+    source = re.sub(r"\s+", "", inspect.getsource(function))
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+_TRAINER = "verl.trainer.ppo.v1.trainer_base"
+_PADDING = "verl.trainer.ppo.padding_utils"
+POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(_TRAINER, "PPOTrainer.__init__", "4e4c19f9f387560c"),
+    PatchPoint(_TRAINER, "PPOTrainer.init", "af1dd2f86d9472c7"),
+    PatchPoint(_TRAINER, "PPOTrainer._step_once", "dd50fd8826a9f4be"),
+    PatchPoint(_TRAINER, "PPOTrainer._get_required_batch_multiple", "cf4f84ad5f3f6029"),
+    PatchPoint(_TRAINER, "PPOTrainer._balance_batch", "87892a09d4940207"),
+    PatchPoint(_TRAINER, "PPOTrainer._compute_old_log_prob", "6f81636550011629"),
+    PatchPoint(_TRAINER, "PPOTrainer._compute_ref_log_prob", "ed7792d959cc64a1"),
+    PatchPoint(_TRAINER, "PPOTrainer._compute_values", "6585477afe6b4d37"),
+    PatchPoint(_TRAINER, "PPOTrainer._update_critic", "f5b8438f3e454f2d"),
+    PatchPoint(_TRAINER, "PPOTrainer._update_actor", "53260955f7bc2f68"),
+    PatchPoint(_PADDING, "upsample_batch_to_divisible_size", "44551c82c7f0e6fb"),
+    PatchPoint(_PADDING, "construct_minimal_padding_template", "9edb1b31cd9c086c"),
+    PatchPoint("verl.workers.engine.utils", "prepare_micro_batches", "a74559dd0ed33e09"),
+    PatchPoint("verl.utils.seqlen_balancing", "rearrange_micro_batches", "6be2e290c47e56f9"),
+    PatchPoint("verl.workers.engine_workers", "TrainingWorker.train_mini_batch", "3cc1cbfc5c1ab838"),
+)
+
+WIRE_KEY = "equipoise_plan"  # of the plan in a batch's extra information
+_undo: list[Callable[[], None]] = []
+
+
+def changed_points() -> list[str]:
+    """What differs from the tested verl, one line each."""
+    lines: list[str] = []
+    for point in POINTS:
+        try:
+            found = point.found()
+        except ImportError as error:
+            found = f"not importable ({error})"
+        if found != point.digest:
+            lines.append(f"{point.module}.{point.name}: expected {point.digest}, found {found}")
+    return lines
+
+
+def check_points() -> None:
+    """Refuse a verl that is not what the hook was written for.
+
+    Raises:
+        PatchMismatch: a function that the hook replaces or relies on has another source.
+    """
+    lines = changed_points()
+    if lines:
+        verl: Any = importlib.import_module("verl")
+        raise PatchMismatch(
+            f"verl must be {' or '.join(VERL_VERSIONS)} where Equipoise attaches, got {verl.__version__} with other code"
+            " in:\n  " + "\n  ".join(lines) + "\ninstall verl==0.9.1, remove +equipoise from the command line, or set"
+            " equipoise.check_patch_points=false at your own risk"
+        )
+
+
+def patch_trainer(module: ModuleType) -> None:
+    """Make ``PPOTrainer`` look for the node when it is constructed."""
+    trainer: Any = module.__dict__["PPOTrainer"]
+    original = trainer.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        node = config.get("equipoise", None)
+        if node is None:
+            original(self, config, *args, **kwargs)
+            return
+        from equipoise.trainer_hooks.on_verl.driver import attach, read_config
+
+        settings = read_config(config)
+        original(self, config, *args, **kwargs)
+        attach(self, settings)
+
+    trainer.__init__ = __init__
+    _undo.append(lambda: setattr(trainer, "__init__", original))
+
+
+def patch_legacy_trainer(module: ModuleType) -> None:
+    """Make the legacy ``RayPPOTrainer`` refuse the node instead of ignoring it."""
+    trainer: Any = module.__dict__["RayPPOTrainer"]
+    original = trainer.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if config.get("equipoise", None) is not None:
+            from equipoise.trainer_hooks.on_verl.driver import refuse_legacy
+
+            refuse_legacy(config)
+        original(self, config, *args, **kwargs)
+
+    trainer.__init__ = __init__
+    _undo.append(lambda: setattr(trainer, "__init__", original))
+
+
+def patch_engines(module: ModuleType) -> None:
+    """Make every engine's ``prepare_micro_batches`` follow a plan where the batch carries one.
+
+    Engines bind the name at import; those that are loaded already are changed one by one.
+    """
+    original = module.__dict__["prepare_micro_batches"]
+
+    @functools.wraps(original)
+    def prepare_micro_batches(data: Any, *args: Any, **kwargs: Any) -> Any:
+        if WIRE_KEY not in data.keys():
+            return original(data, *args, **kwargs)
+        from equipoise.trainer_hooks.on_verl.worker import prepare_planned
+
+        return prepare_planned(original, data, *args, **kwargs)
+
+    for name, loaded in [("", module), *sys.modules.items()]:
+        if loaded is not None and (not name or name.startswith("verl.workers.engine")):
+            if loaded.__dict__.get("prepare_micro_batches") is original:
+                loaded.__dict__["prepare_micro_batches"] = prepare_micro_batches
+                _undo.append(functools.partial(setattr, loaded, "prepare_micro_batches", original))
+
+
+def pad_rows(batch: Any, multiple: int, eos_token_id: int, row_tokens: int) -> Any:
+    """verl's own padding to a multiple, with rows of ``row_tokens`` tokens instead of its 128.
+
+    ``construct_minimal_padding_template`` (verl/trainer/ppo/padding_utils.py:42) takes the number from a module global.
+    Until it is an argument.
+    """
+    padding: Any = importlib.import_module(_PADDING)
+    usual = padding.SYNTHETIC_PADDING_SEQ_LEN
+    padding.SYNTHETIC_PADDING_SEQ_LEN = row_tokens
+    try:
+        return padding.upsample_batch_to_divisible_size(batch, multiple, eos_token_id)
+    finally:
+        padding.SYNTHETIC_PADDING_SEQ_LEN = usual
+
+
+def undo() -> None:
+    """Put verl back as it was. Trainers that were attached keep their plans."""
+    while _undo:
+        _undo.pop()()

@@ -1,0 +1,69 @@
+"""One JSON line a step: lengths and plan, for tools that show or replay what was planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.config import EquipoiseConfig
+from equipoise.errors import InvalidConfig, must
+from equipoise.plan import StepPlan
+
+
+class Recorder:
+    """Appends to ``path``; does nothing without one.
+
+    Raises:
+        InvalidConfig: the file cannot be written.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.path = None if path is None else Path(path).expanduser().absolute()
+        if self.path is not None:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.open("a").close()
+            except OSError as error:
+                raise InvalidConfig(
+                    must("equipoise.record", "be a file that the driver can write", path, str(error))
+                ) from error
+
+    def write(
+        self,
+        *,
+        step: int,
+        stage: str,
+        plan: StepPlan,
+        lengths: npt.NDArray[np.int64],
+        is_padding: npt.NDArray[np.bool_],
+        config: EquipoiseConfig,
+        seconds: float,
+    ) -> None:
+        """Append one step."""
+        if self.path is None:
+            return
+        spec = plan.spec
+        line: dict[str, Any] = {
+            "step": step,
+            "role": stage,
+            "lengths": lengths.tolist(),
+            "is_padding": is_padding.tolist(),
+            "dp_size": spec.dp_size,
+            "num_mini_batches": spec.num_mini_batches,
+            "max_token_len": spec.cap,
+            "micro_batch_size": spec.micro_batch_size_per_gpu,
+            "micro_batches": [
+                [[rows.tolist() for rows in mini_batch] for mini_batch in plan.micro_batches(rank)]
+                for rank in range(spec.dp_size)
+            ],
+            "cost": {"model": config.cost, "linear": config.cost_linear, "quadratic": config.cost_quadratic},
+            "lockstep_cost": plan.stats.lockstep_cost,
+            "bound": plan.stats.bound,
+            "plan_seconds": seconds,
+        }
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
