@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, cast, get_args, get_type_hints
 
 from equipoise.errors import InvalidConfig, must, nearest
 
@@ -29,8 +29,8 @@ class EquipoiseConfig:
     """How rows are divided: a search, or one of its starting rules alone."""
 
     composition: Literal["keep", "stratified"] = "keep"
-    """"keep": each optimizer step has the prompts that the trainer's batch order gives it. "stratified": the same mix of
-    lengths in each."""
+    """"keep": each optimizer step has the prompts that the trainer's batch order gives it. "stratified": the same mix
+    of lengths in each."""
 
     cost: Cost = "transformer"
     """"transformer": cost_linear · L + cost_quadratic · L². "token": the tokens."""
@@ -85,7 +85,8 @@ class EquipoiseConfig:
             )
         if not _is_int(self.seed) or self.seed < 0:
             raise InvalidConfig(must("equipoise.seed", "be a whole number of at least 0", self.seed, "use 0"))
-        if self.record is not None and not isinstance(self.record, str):
+        record: Any = self.record
+        if record is not None and not isinstance(record, str):
             raise InvalidConfig(must("equipoise.record", "be null or a file's path", self.record, "mend the override"))
 
     @classmethod
@@ -104,21 +105,20 @@ class EquipoiseConfig:
                     "equipoise",
                     "be a configuration node",
                     node,
-                    "Hydra did not find the group: install the package (`equipoise doctor` tells what is missing) or add"
-                    " 'hydra.searchpath=[pkg://equipoise.conf]'",
+                    "Hydra did not find the group: install the package (`equipoise doctor` tells what is missing) or"
+                    " add 'hydra.searchpath=[pkg://equipoise.conf]'",
                 )
             )
         if not isinstance(node, Mapping):
             raise InvalidConfig(
                 must("equipoise", "be a configuration node", node, "write +equipoise=default on the command line")
             )
+        values = {str(key): value for key, value in cast("Mapping[Any, Any]", node).items()}
         known = [field.name for field in fields(cls)]
-        for key in node:
+        for key, value in values.items():
             if key not in known:
-                raise InvalidConfig(
-                    must(f"equipoise.{key}", "be a known key", node[key], nearest(str(key), known))
-                )
-        return cls(**{str(key): value for key, value in node.items()})
+                raise InvalidConfig(must(f"equipoise.{key}", "be a known key", value, nearest(key, known)))
+        return cls(**values)
 
 
 def _is_int(value: Any) -> bool:

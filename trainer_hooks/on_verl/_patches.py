@@ -105,8 +105,10 @@ def check_points() -> None:
     if lines:
         verl: Any = importlib.import_module("verl")
         raise PatchMismatch(
-            f"verl must be {' or '.join(VERL_VERSIONS)} where Equipoise attaches, got {verl.__version__} with other code"
-            " in:\n  " + "\n  ".join(lines) + "\ninstall verl==0.9.1, remove +equipoise from the command line, or set"
+            f"verl must be {' or '.join(VERL_VERSIONS)} where Equipoise attaches, got {verl.__version__} with other"
+            " code in:\n  "
+            + "\n  ".join(lines)
+            + "\ninstall verl==0.9.1, remove +equipoise from the command line, or set"
             " equipoise.check_patch_points=false at your own risk"
         )
 
@@ -117,7 +119,7 @@ def patch_trainer(module: ModuleType) -> None:
     original = trainer.__init__
 
     @functools.wraps(original)
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def construct(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         node = config.get("equipoise", None)
         if node is None:
             original(self, config, *args, **kwargs)
@@ -128,7 +130,7 @@ def patch_trainer(module: ModuleType) -> None:
         original(self, config, *args, **kwargs)
         attach(self, settings)
 
-    trainer.__init__ = __init__
+    trainer.__init__ = construct
     _undo.append(lambda: setattr(trainer, "__init__", original))
 
 
@@ -138,14 +140,14 @@ def patch_legacy_trainer(module: ModuleType) -> None:
     original = trainer.__init__
 
     @functools.wraps(original)
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def construct(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.get("equipoise", None) is not None:
             from equipoise.trainer_hooks.on_verl.driver import refuse_legacy
 
             refuse_legacy(config)
         original(self, config, *args, **kwargs)
 
-    trainer.__init__ = __init__
+    trainer.__init__ = construct
     _undo.append(lambda: setattr(trainer, "__init__", original))
 
 
@@ -158,21 +160,21 @@ def patch_engines(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def prepare_micro_batches(data: Any, *args: Any, **kwargs: Any) -> Any:
-        if WIRE_KEY not in data.keys():
+        if data.get(WIRE_KEY, None) is None:
             return original(data, *args, **kwargs)
         from equipoise.trainer_hooks.on_verl.worker import prepare_planned
 
         return prepare_planned(original, data, *args, **kwargs)
 
     for name, loaded in [("", module), *sys.modules.items()]:
-        if loaded is not None and (not name or name.startswith("verl.workers.engine")):
-            if loaded.__dict__.get("prepare_micro_batches") is original:
-                loaded.__dict__["prepare_micro_batches"] = prepare_micro_batches
-                _undo.append(functools.partial(setattr, loaded, "prepare_micro_batches", original))
+        ours = not name or name.startswith("verl.workers.engine")
+        if ours and loaded.__dict__.get("prepare_micro_batches") is original:
+            loaded.__dict__["prepare_micro_batches"] = prepare_micro_batches
+            _undo.append(functools.partial(setattr, loaded, "prepare_micro_batches", original))
 
 
 def pad_rows(batch: Any, multiple: int, eos_token_id: int, row_tokens: int) -> Any:
-    """verl's own padding to a multiple, with rows of ``row_tokens`` tokens instead of its 128.
+    """Verl's own padding to a multiple, with rows of ``row_tokens`` tokens instead of its 128.
 
     ``construct_minimal_padding_template`` (verl/trainer/ppo/padding_utils.py:42) takes the number from a module global.
     Until it is an argument.

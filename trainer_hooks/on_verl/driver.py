@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
 from equipoise.config import EquipoiseConfig
 from equipoise.errors import InfeasiblePlan, InvalidConfig, InvalidInput, must
 from equipoise.plan import StepPlan, plan_step, required_batch_multiple
@@ -108,18 +107,18 @@ def attach(trainer: Any, config: EquipoiseConfig) -> None:
     for stage, name in _METHODS.items():
         setattr(trainer, name, functools.partial(planner.run, stage, getattr(trainer, name)))
     logger.info(
-        "equipoise: plans each step of %s (algorithm=%s, cost=%s, composition=%s): batch padding and order, mini-batches,"
-        " ranks and micro-batches of %s",
+        "equipoise: plans each step of %s (algorithm=%s, cost=%s, composition=%s): padding, order, mini-batches, ranks"
+        " and micro-batches of %s",
         type(trainer).__name__,
         config.algorithm,
         config.cost,
         config.composition,
-        ", ".join(_METHODS),
+        ", ".join(planner.stages()),
     )
 
 
 def _show_own_lines() -> None:
-    """verl's processes show warnings of foreign loggers only; the plugin's INFO lines need a handler of their own."""
+    """Verl's processes show warnings of foreign loggers only; the plugin's INFO lines need a handler of their own."""
     if logger.handlers:
         return
     handler = logging.StreamHandler(sys.stderr)
@@ -151,10 +150,10 @@ def _check_mini_batch(key: str, config: Any, settings: StageSettings, dp_size: i
         legal = sorted({max(step, prompts // step * step), -(-prompts // step) * step})
         raise InvalidConfig(
             must(
-                key,
-                f"times rollout.n = {n} be a multiple of the data-parallel size {dp_size}",
-                prompts,
-                f"use {' or '.join(map(str, legal))}",
+                f"{key} × rollout.n",
+                f"be a multiple of the data-parallel size {dp_size}",
+                f"{prompts} × {n} = {rows}",
+                f"use {' or '.join(map(str, legal))} for {key}",
             )
         )
     fixed = settings.micro_rows
@@ -185,7 +184,7 @@ class StepPlanner:
     # -- settings -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """After verl's set-up and before its first rollout: can these settings be planned at all?
+        """Check, after verl's set-up and before its first rollout, that these settings can be planned.
 
         Raises:
             InvalidConfig: a mini-batch that the ranks do not divide, or a fixed micro-batch that does not divide it.
@@ -211,23 +210,26 @@ class StepPlanner:
     def stages(self) -> list[Stage]:
         """Updates and passes that this trainer runs."""
         stages: list[Stage] = ["actor", "old_log_prob"]
-        if self.trainer.use_reference_policy and not self.trainer.ref_in_actor:
+        if self.trainer.use_reference_policy:
             stages.append("ref")
         if self.trainer.use_critic:
-            stages += ["critic", "values"]
+            stages.extend(("critic", "values"))
         return stages
 
     def settings(self, stage: Stage) -> StageSettings:
         """How verl runs the stage; a reference that is the actor without its adapter runs as the actor does."""
-        shared = stage == "ref" and self.trainer.ref_in_actor
+        shared = stage == "ref" and self._shared_reference()
         return stage_settings(self.trainer.config, "old_log_prob" if shared else stage)
+
+    def _shared_reference(self) -> bool:
+        return bool(getattr(self.trainer, "ref_in_actor", False))
 
     def dp_size(self, stage: Stage) -> int:
         """Data-parallel ranks of the stage's worker group, from verl's dispatch mapping."""
         trainer = self.trainer
         if stage in ("critic", "values"):
             group, mesh = trainer.critic_wg, "train"
-        elif stage == "ref" and not trainer.ref_in_actor:
+        elif stage == "ref" and not self._shared_reference():
             group, mesh = trainer.ref_policy_wg, "ref"
         else:
             group, mesh = trainer.actor_rollout_wg, "actor"
@@ -274,7 +276,9 @@ class StepPlanner:
         batch.reorder(plan.order.tolist())
         return batch
 
-    def measure(self, original: Callable[..., Any], batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def measure(
+        self, original: Callable[..., Any], batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Let verl balance and log what its order would cost, as far as the driver can tell."""
         batch = original(batch, metrics, *args, **kwargs)
         stage: Stage = "actor" if self._updates_actor() or not self.trainer.use_critic else "critic"
@@ -315,8 +319,8 @@ class StepPlanner:
             return encode(wire)
         if settings.shuffle:
             self._warn_once(
-                f"{stage}.shuffle=True draws mini-batches in the workers, where no plan can follow: verl's micro-batches"
-                " are used; set it to False to have them planned"
+                f"{stage}.shuffle=True draws mini-batches in the workers, where no plan can follow: verl's"
+                " micro-batches are used; set it to False to have them planned"
             )
             return None
         plan = self._plan(stage)
@@ -337,11 +341,12 @@ class StepPlanner:
         plan = self._batch.plans.get(spec)
         if plan is None:
             try:
-                plan = plan_step(
-                    self._batch.lengths, spec, cost=self.cost, is_padding=self._batch.is_padding
-                )
+                plan = plan_step(self._batch.lengths, spec, cost=self.cost, is_padding=self._batch.is_padding)
             except InvalidInput as error:
-                raise InfeasiblePlan(f"step {self.trainer.global_steps}, {stage} ({settings.cap_key}): {error}") from error
+                longest = self._batch.keys[int(self._batch.lengths.argmax())]
+                raise InfeasiblePlan(
+                    f"step {self.trainer.global_steps}, {stage} ({settings.cap_key}), longest row {longest}: {error}"
+                ) from error
             self._batch.plans[spec] = plan
         return plan
 
@@ -351,8 +356,9 @@ class StepPlanner:
         verl = self.trainer.config
         sizes: list[int] = []
         others = [self.dp_size(stage) for stage in self.stages()]
-        for stage in ("critic", "actor"):
-            if stage == "critic" and not self.trainer.use_critic or stage == "actor" and not self._updates_actor():
+        updates: tuple[Stage, ...] = ("critic", "actor")
+        for stage in updates:
+            if (stage == "critic" and not self.trainer.use_critic) or (stage == "actor" and not self._updates_actor()):
                 continue
             rows = self.settings(stage).mini_batch_rows
             if rows is not None:
@@ -402,8 +408,8 @@ class _Batch:
 def neutral_order(batch: Any) -> list[int]:
     """Prompts in the order of their random ids, rollouts of one prompt together, padding last.
 
-    verl's replay buffer lists rows as they were finished, short ones first. Cut in that order, the first optimizer steps
-    would get the short rows and the last ones the long.
+    verl's replay buffer lists rows as they were finished, short ones first. Cut in that order, the first optimizer
+    steps would get the short rows and the last ones the long.
     """
 
     def place(i: int) -> tuple[bool, str, list[tuple[int, str]]]:

@@ -69,9 +69,9 @@ def cost_model(config: EquipoiseConfig) -> CostModel:
 def stage_settings(config: Any, stage: Stage) -> StageSettings:
     """Read what verl 0.9.1's v1 trainer will hand to the engine of ``stage``.
 
-    Sources: verl/workers/engine_workers.py:539-645 (actor and reference), verl/trainer/ppo/v1/trainer_base.py:266 (critic:
-    its engine takes ``ppo_infer_max_token_len_per_gpu`` for both, so that the smaller of it and the documented key is
-    the cap here).
+    Sources: verl/workers/engine_workers.py:539-645 for actor and reference; verl/trainer/ppo/v1/trainer_base.py:266 for
+    the critic, whose engine takes ``ppo_infer_max_token_len_per_gpu`` for both, so that the smaller of it and the
+    documented key is the cap here.
     """
     rollout = config.actor_rollout_ref.rollout
     n = int(rollout.n)
@@ -151,7 +151,7 @@ def _sp_size(role: Any, engine_key: str, engine: Any) -> int:
 
 
 def _pipeline_multiple(engine_key: str, engine: Any) -> int:
-    """Interleaved Megatron pipelines want a multiple of their group of micro-batches, by default the pipeline's size."""
+    """Interleaved Megatron pipelines want a multiple of a group of micro-batches, by default the pipeline's size."""
     if engine_key != "megatron" or int(engine.get("virtual_pipeline_model_parallel_size", 0) or 0) < 2:
         return 1
     override = engine.get("override_transformer_config", None) or {}

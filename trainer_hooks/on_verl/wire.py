@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
 from equipoise.errors import InvalidInput, must
 from equipoise.plan import StepPlan
 
@@ -27,8 +26,8 @@ class WirePlan:
     """A plan's layout by rank, without row ids.
 
     Attributes:
-        sizes: rows of each micro-batch, one array (dp_size, micro-batches) a mini-batch; None where the plan only counts
-            real rows.
+        sizes: rows of each micro-batch, one array (dp_size, micro-batches) a mini-batch; None where the plan only
+            counts real rows.
         checksums: of each rank's row lengths in each mini-batch, shape (dp_size, num_mini_batches).
         num_real_rows: real rows of each mini-batch, shape (num_mini_batches,).
         max_tokens: tokens of the fullest micro-batch that is not a lone row, for each mini-batch.
@@ -102,7 +101,9 @@ def decode(data: bytes) -> WirePlan:
     if words.size < 4 or int(words[0]) != _VERSION:
         version = int(words[0]) if words.size else None
         raise InvalidInput(
-            must("the plan's format", f"be version {_VERSION}", version, "install one version of equipoise on every node")
+            must(
+                "the plan's format", f"be version {_VERSION}", version, "install one version of equipoise on every node"
+            )
         )
     ranks, steps = int(words[1]), int(words[2])
     columns = np.frombuffer(data, dtype="<i8", count=steps, offset=32)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-
 from equipoise.trainer_hooks.on_verl._patches import WIRE_KEY
 from equipoise.trainer_hooks.on_verl.wire import WirePlan, checksum, decode
 
@@ -80,7 +79,7 @@ def prepare_planned(
     if step is None:
         _warn_once(why)
         return fall_back()
-    if "global_batch_size" in data.keys():
+    if data.get("global_batch_size", None) is not None:
         tu.assign_non_tensor(data, global_batch_size=int(wire.num_real_rows[step]))
     if wire.sizes is None or not dynamic:
         return fall_back()  # fixed micro-batches: rows are dispatched in the plan's order, verl cuts them as planned
@@ -147,8 +146,8 @@ def _breach(wire: WirePlan, step: int, call: _Call) -> str:
         return f"the engine keeps groups of {call.group_size} rows together, which the plan does not"
     if count % call.divided_by or count < call.min_count:
         return (
-            f"the engine wants a multiple of {call.divided_by} and at least {call.min_count} micro-batches, the plan has"
-            f" {count}"
+            f"the engine wants a multiple of {call.divided_by} and at least {call.min_count} micro-batches, the plan"
+            f" has {count}"
         )
     if call.cap is not None and int(wire.max_tokens[step]) > call.cap:
         return f"a planned micro-batch has {int(wire.max_tokens[step])} tokens, above the engine's cap of {call.cap}"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from equipoise.batch.reorder import join_rows, rows_of
+from equipoise.batch.reorder import join_rows, row_lengths, rows_of, stack
 from equipoise.errors import InvalidInput, must
 
 _IDS = frozenset({"input_ids", "prompts", "responses"})
@@ -52,7 +52,7 @@ def pad_batch(batch: TensorDict, num_padding: int, *, eos_token_id: int) -> Tens
     before = torch.zeros(n, dtype=torch.bool) if was is None else was.bool()
     columns["is_padding"] = torch.cat([before, torch.ones(num_padding, dtype=torch.bool, device=before.device)])
     if "uid" not in columns:
-        columns["uid"] = NonTensorStack(*[f"row-{i}" for i in range(n)], *_own_uids(num_padding))
+        columns["uid"] = stack([*(f"row-{i}" for i in range(n)), *_own_uids(num_padding)])
     return TensorDict(columns, batch_size=[n + num_padding], device=batch.device)
 
 
@@ -71,7 +71,7 @@ def _extended(name: str, column: Any, batch: TensorDict, count: int, eos: int) -
         return torch.cat([column, _dense_row(name, column, batch, eos).expand(count, *column.shape[1:])])
     if isinstance(column, NonTensorStack):
         values = column.tolist()
-        return NonTensorStack(*values, *(_own_uids(count) if name == "uid" else _neutral(values[0], count)))
+        return stack([*values, *(_own_uids(count) if name == "uid" else _neutral(values[0], count))])
     if isinstance(column, NonTensorData):
         return NonTensorData(column.data, batch_size=[n + count] if column.batch_size else [])
     raise InvalidInput(must(f"column {name!r}", "be a tensor or non-tensor data", type(column).__name__, "convert it"))
@@ -88,11 +88,11 @@ def _neutral(example: Any, count: int) -> list[Any]:
 
 def _jagged_row(name: str, column: torch.Tensor, batch: TensorDict, eos: int) -> torch.Tensor:
     """One row with a value for each of prompt and response that the column covers."""
-    lengths = _lengths(column)
+    lengths = row_lengths(column)
     tokens = 1
     for other in ("input_ids", "attention_mask", "position_ids"):
         whole = batch.get(other, None)
-        if isinstance(whole, torch.Tensor) and whole.is_nested and _lengths(whole) == lengths:
+        if isinstance(whole, torch.Tensor) and whole.is_nested and row_lengths(whole) == lengths:
             tokens = 2
             break
     like = rows_of(column)[0]
@@ -126,7 +126,3 @@ def _dense_row(name: str, column: torch.Tensor, batch: TensorDict, eos: int) -> 
         else:
             row[..., start + 1 :] = 1
     return row
-
-
-def _lengths(column: torch.Tensor) -> list[int]:
-    return column.offsets().diff().tolist()

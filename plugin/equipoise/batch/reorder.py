@@ -40,8 +40,9 @@ def reorder(batch: TensorDict, order: Any) -> TensorDict:
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise InvalidInput(must("order", "be one-dimensional row ids", rows.dtype.str, "pass plan.order"))
     rows = rows.astype(np.int64)
-    if rows.size and not (0 <= int(rows.min()) and int(rows.max()) < n):
-        wrong = int(rows.max()) if int(rows.max()) >= n else int(rows.min())
+    outside = rows[(rows < 0) | (rows >= n)]
+    if outside.size:
+        wrong = int(outside[0])
         raise InvalidInput(must("order", f"hold row ids from 0 to {n - 1}", wrong, "plan the batch that you reorder"))
     index = torch.from_numpy(np.ascontiguousarray(rows))
     columns: dict[str, Any] = {}
@@ -74,9 +75,10 @@ def restore(outputs: Sequence[TensorDict], plan: StepPlan, rank: int) -> TensorD
             raise InvalidInput(
                 must(f"outputs[{i}]", f"have the {rows.size} rows of its micro-batch", output.batch_size[0], "keep all")
             )
-    names = [str(name) for name in outputs[0].keys()]
     ran = np.concatenate(micro_batches)
-    columns = {name: _concatenate([output[name] for output in outputs], name) for name in names}
+    columns = {
+        str(name): _concatenate([output[name] for output in outputs], str(name)) for name, _ in outputs[0].items()
+    }
     together = TensorDict(columns, batch_size=[ran.size])
     return reorder(together, np.argsort(ran, kind="stable"))
 
@@ -90,8 +92,17 @@ def rows_of(column: torch.Tensor) -> list[torch.Tensor]:
         return list(column.unbind(0))
     if column.dim() == 2:
         return list(column.unbind(0))
-    lengths = column.offsets().diff().tolist()
-    return list(cast(torch.Tensor, column.values()).split(lengths, dim=_ragged_dim(column) - 1))
+    return list(column.values().split(row_lengths(column), dim=_ragged_dim(column) - 1))
+
+
+def row_lengths(column: torch.Tensor) -> list[int]:
+    """Lengths of the rows of a jagged tensor."""
+    return cast(Any, column).offsets().diff().tolist()
+
+
+def stack(values: Sequence[Any]) -> Any:
+    """One non-tensor value a row (tensordict's own constructor is abstract to a type checker)."""
+    return cast(Any, NonTensorStack)(*values)
 
 
 def join_rows(rows: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
@@ -121,7 +132,7 @@ def _take(name: str, column: Any, index: torch.Tensor, n: int) -> Any:
         values = column.tolist()
         if len(values) != n:
             raise _wrong_length(name, len(values), n)
-        return NonTensorStack(*[values[i] for i in index.tolist()])
+        return stack([values[i] for i in index.tolist()])
     if isinstance(column, NonTensorData):
         return NonTensorData(column.data, batch_size=[index.numel()] if column.batch_size else [])
     if isinstance(column, TensorDict):
@@ -140,7 +151,7 @@ def _concatenate(columns: list[Any], name: str) -> Any:
             return join_rows([row for column in columns for row in rows_of(column)], first)
         return torch.cat(columns)
     if isinstance(first, NonTensorStack):
-        return NonTensorStack(*[value for column in columns for value in column.tolist()])
+        return stack([value for column in columns for value in column.tolist()])
     if isinstance(first, NonTensorData):
-        return NonTensorStack(*[column.data for column in columns for _ in range(column.batch_size[0])])
+        return stack([column.data for column in columns for _ in range(column.batch_size[0])])
     raise InvalidInput(must(f"column {name!r}", "be a tensor or non-tensor data", type(first).__name__, "convert it"))

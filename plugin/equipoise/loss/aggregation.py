@@ -47,8 +47,7 @@ class LossDenominators:
         counts = torch.stack([(per_row * real).sum(), real.sum()])
         if group is not None:
             dist.all_reduce(counts, group=group)
-        tokens, num_rows = counts.tolist()
-        return cls(num_tokens=int(tokens), num_rows=int(num_rows))
+        return cls(num_tokens=int(counts[0]), num_rows=int(counts[1]))
 
 
 def agg_loss(

@@ -1,0 +1,124 @@
+"""Real FSDP2 workers of verl on two gloo ranks: the plan changes micro-batches, and nothing else.
+
+Float32 tolerances: losses and gradient norms 2e-6 relative, weights after SGD steps at learning rate 0.1 1e-7 absolute
+(their gradients are of order 0.1, so that a lost or doubled token would show at 1e-4).
+"""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration import engine_rig
+from tests.integration.verl_rig import tiny
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+
+
+def run_rig(world: int, out: Path) -> list[dict[str, Any]]:
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.integration.engine_rig",
+        str(tiny().model),
+        str(world),
+        str(out),
+    ]
+    env = {**os.environ, "VERL_PLATFORM": "cpu", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(f"{out}.{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_rig(2, tmp_path_factory.mktemp("rig") / "two")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_rig(1, tmp_path_factory.mktemp("rig") / "one")[0]
+
+
+def widest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def test_update_runs_the_planned_micro_batches(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["update/plan"]["micro_batches"] == rank["plan/rows"]
+        assert rank["update/plan"]["warnings"] == []
+    assert any(r["update/plan"]["micro_batches"] != r["update/verl"]["micro_batches"] for r in ranks)
+
+
+def test_loss_gradient_and_weights_do_not_depend_on_who_made_the_micro_batches(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        plan, verl = rank["update/plan"], rank["update/verl"]
+        np.testing.assert_allclose(plan["loss"], verl["loss"], rtol=2e-6)
+        np.testing.assert_allclose(plan["grad_norm"], verl["grad_norm"], rtol=2e-6)
+        assert widest(plan["weights"], verl["weights"]) < 1e-7
+
+
+def test_fixed_micro_batches_are_the_planned_ones(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        ran = [m for call in rank["fixed/plan"]["micro_batches"] for m in call]
+        assert ran == rank["fixed/rows"]
+        assert rank["fixed/plan"]["warnings"] == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_d2_padding_changes_neither_loss_nor_gradient(
+    ranks: list[dict[str, Any]], alone: dict[str, Any], mode: str
+) -> None:
+    """Seven real rows and one padding row on two ranks against the seven rows alone on one process."""
+    padded, real = ranks[0][f"padded/{mode}"], alone[f"alone/{mode}"]
+    np.testing.assert_allclose(padded["pg_loss"], real["pg_loss"], rtol=2e-6)
+    np.testing.assert_allclose(padded["grad_norm"], real["grad_norm"], rtol=2e-6)
+    assert widest(padded["weights"], real["weights"]) < 1e-7 * (40 if mode == "seq-mean-token-sum" else 1)
+
+
+def test_outputs_of_a_pass_come_back_in_the_order_of_its_rows(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for name in ("log_probs", "entropy"):
+            for planned, verl in zip(rank["infer/plan"][name], rank["infer/verl"][name], strict=True):
+                # a row's last value predicts the first token of the next row in the pack; verl drops it
+                torch.testing.assert_close(planned[:-1], verl[:-1], rtol=0, atol=2e-6)
+        assert rank["infer/plan"]["micro_batches"] != rank["infer/verl"]["micro_batches"]
+
+
+def test_a_plan_adds_no_collective_and_spares_the_count_agreement(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for stage in ("update", "infer"):
+            with_plan, without = rank[f"{stage}/plan"]["collectives"], rank[f"{stage}/verl"]["collectives"]
+            assert all(with_plan.get(name, 0) <= without.get(name, 0) for name in {*with_plan, *without})
+            assert with_plan["all_reduce"] < without["all_reduce"]
+
+
+def test_all_ranks_fall_back_alike_when_one_holds_other_rows(ranks: list[dict[str, Any]]) -> None:
+    for case in ("strange/update", "strange/infer"):
+        for rank in ranks:
+            assert len(rank[case]["warnings"]) == 1
+            assert "falling back to verl's micro-batches on all ranks" in rank[case]["warnings"][0]
+        counts = {tuple(len(call) for call in rank[case]["micro_batches"]) for rank in ranks}
+        assert len(counts) == 1
+
+
+def test_an_engine_with_a_smaller_cap_is_obeyed(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "above the engine's cap of 312" in rank["small_cap"]["warnings"][0]
+        assert max(sum(m) for call in rank["small_cap"]["micro_batches"] for m in call) <= 312
+    assert engine_rig.CAP > 312
