@@ -36,7 +36,7 @@ bench: $(STAMP)  ## plan quality beside the peers, compared with the committed b
 	@$(BIN)/python benchmarks/plan_quality.py $(ARGS)
 
 wheel: $(STAMP)  ## build the wheel and compare its files with the tree
-	$(BIN)/python .ci/check_wheel.py
+	@$(BIN)/python .ci/check_wheel.py
 
 clean:  ## remove what the other targets made, but for outputs/
 	rm -rf $(VENV) build dist plugin/*.egg-info .pytest_cache .ruff_cache .hypothesis

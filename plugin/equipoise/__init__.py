@@ -6,10 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from equipoise.batch import pad_batch as pad_batch
+    from equipoise.batch import reorder as reorder
+    from equipoise.batch import restore as restore
+    from equipoise.config import EquipoiseConfig as EquipoiseConfig
     from equipoise.errors import EquipoiseError as EquipoiseError
     from equipoise.errors import EquipoiseWarning as EquipoiseWarning
     from equipoise.errors import InfeasiblePlan as InfeasiblePlan
     from equipoise.errors import InvalidInput as InvalidInput
+    from equipoise.loss import LossDenominators as LossDenominators
+    from equipoise.loss import agg_loss as agg_loss
     from equipoise.partition import partition as partition
     from equipoise.partition import partitioners as partitioners
     from equipoise.plan import PlanStats as PlanStats
@@ -22,10 +28,16 @@ if TYPE_CHECKING:
     from equipoise.workload import TransformerCost as TransformerCost
 
 _HOME = {
+    "pad_batch": "equipoise.batch",
+    "reorder": "equipoise.batch",
+    "restore": "equipoise.batch",
+    "EquipoiseConfig": "equipoise.config",
     "EquipoiseError": "equipoise.errors",
     "EquipoiseWarning": "equipoise.errors",
     "InfeasiblePlan": "equipoise.errors",
     "InvalidInput": "equipoise.errors",
+    "LossDenominators": "equipoise.loss",
+    "agg_loss": "equipoise.loss",
     "partition": "equipoise.partition",
     "partitioners": "equipoise.partition",
     "PlanStats": "equipoise.plan",
@@ -41,20 +53,26 @@ _HOME = {
 __version__ = "0.1.0"
 __all__ = [
     "CostModel",
+    "EquipoiseConfig",
     "EquipoiseError",
     "EquipoiseWarning",
     "InfeasiblePlan",
     "InvalidInput",
+    "LossDenominators",
     "PlanStats",
     "StepPlan",
     "StepSpec",
     "TokenCost",
     "TransformerCost",
     "__version__",
+    "agg_loss",
+    "pad_batch",
     "partition",
     "partitioners",
     "plan_step",
+    "reorder",
     "required_batch_multiple",
+    "restore",
 ]
 
 

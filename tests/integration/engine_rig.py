@@ -19,11 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import equipoise as eq
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
+
+import equipoise as eq
 
 LENGTHS = [20, 40, 60, 200, 33, 47, 150, 90, 30, 30, 310, 50, 64, 70, 80, 91]
 """16 rows: two mini-batches of 8."""

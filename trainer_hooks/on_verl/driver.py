@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from equipoise.config import EquipoiseConfig
 from equipoise.errors import InfeasiblePlan, InvalidConfig, InvalidInput, must
 from equipoise.plan import StepPlan, plan_step, required_batch_multiple

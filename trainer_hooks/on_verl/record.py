@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from equipoise.config import EquipoiseConfig
 from equipoise.errors import InvalidConfig, must
 from equipoise.plan import StepPlan

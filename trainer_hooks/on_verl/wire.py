@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from equipoise.errors import InvalidInput, must
 from equipoise.plan import StepPlan
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
 from equipoise.trainer_hooks.on_verl._patches import WIRE_KEY
 from equipoise.trainer_hooks.on_verl.wire import WirePlan, checksum, decode
 

@@ -1,0 +1,197 @@
+"""Unmodified ``python -m verl.trainer.main_ppo``, with and without ``+equipoise=default``, on a tiny model.
+
+Runs share a module-wide pool, two at a time: most of a run is waiting for processes to start.
+"""
+
+# psutil ships no types.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_overrides
+from tests.integration.verl_rig import Completed, run_verl, tiny_overrides
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+LIMIT_S = 360  # a busy machine takes several times the 60 to 80 s of a quiet one
+
+ON = ["+equipoise=default", "equipoise.record=record.jsonl"]
+PPO = [
+    *[line for line in cpu_overrides(2, critic=True) if "critic" in line],
+    "algorithm.adv_estimator=gae",
+    "critic.model.path=${actor_rollout_ref.model.path}",
+    "critic.model.use_remove_padding=True",
+    "critic.ppo_mini_batch_size=8",
+    "critic.optim.lr=1e-3",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=700",
+]
+RUNS: dict[str, tuple[int, list[str]]] = {
+    "grpo": (2, ["trainer.val_before_train=True"]),
+    "grpo+": (
+        2,
+        [*ON, "trainer.val_before_train=True", "trainer.save_freq=2", "trainer.default_local_dir=checkpoints"],
+    ),
+    "ppo": (2, PPO),
+    "ppo+": (2, [*ON, *PPO]),
+    # 6 prompts × 4 rows against mini-batches of 16 rows: 8 padding rows
+    "padding+": (
+        4,
+        [*ON, "data.train_batch_size=6", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"],
+    ),
+    "colocate_async+": (2, [*ON, "trainer.v1.trainer_mode=colocate_async"]),
+}
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Completed]]]:
+    folder = tmp_path_factory.mktemp("verl")
+    with ThreadPoolExecutor(max_workers=2) as threads:
+        yield {
+            name: threads.submit(
+                run_verl, [*tiny_overrides(steps=STEPS), *overrides], dp=dp, timeout_s=LIMIT_S, cwd=folder / name
+            )
+            for name, (dp, overrides) in RUNS.items()
+        }
+
+
+def finished(pool: dict[str, Future[Completed]], name: str) -> Completed:
+    return pool[name].result().checked()
+
+
+def records(run: Completed) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.log.parent / "record.jsonl").read_text().splitlines()]
+
+
+def training(run: Completed) -> list[Any]:
+    return [row for row in run.metrics if "actor/pg_loss" in row]
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+def test_every_step_trains_with_finite_figures(pool: dict[str, Future[Completed]], name: str) -> None:
+    steps = training(finished(pool, name))
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        for key in ("actor/pg_loss", "actor/grad_norm", "critic/rewards/mean", "global_seqlen/mean"):
+            assert math.isfinite(row[key]), (key, row[key])
+        assert row["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name.endswith("+")])
+def test_steps_are_planned_and_carried_out(pool: dict[str, Future[Completed]], name: str) -> None:
+    run = finished(pool, name)
+    log = run.log.read_text(errors="replace")
+    assert log.count("equipoise: plans each step of") == 1
+    assert "falling back to verl's micro-batches" not in log
+    for row, record in zip(training(run), records(run), strict=True):
+        assert 1.0 <= row["equipoise/lockstep_over_bound"] <= row["equipoise/lockstep_over_bound_incoming"] + 1e-9
+        assert row["equipoise/max_tokens"] <= record["max_token_len"] == 512
+        rows = sorted(i for rank in record["micro_batches"] for step in rank for m in step for i in m)
+        assert rows == list(range(len(record["lengths"])))
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_without_the_node_nothing_is_attached(pool: dict[str, Future[Completed]], name: str) -> None:
+    run = finished(pool, name)
+    assert "equipoise:" not in run.log.read_text(errors="replace")
+    assert not any(key.startswith("equipoise") for row in run.metrics for key in row)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_training_goes_the_same_way_with_and_without(pool: dict[str, Future[Completed]], kind: str) -> None:
+    """The first step starts from the same weights and prompts: rewards and lengths agree, and so does the update."""
+    plain, planned = training(finished(pool, kind)), training(finished(pool, f"{kind}+"))
+    for key in ("critic/rewards/mean", "response_length/mean", "prompt_length/mean"):
+        assert planned[0][key] == pytest.approx(plain[0][key], rel=1e-6), key
+    assert planned[0]["actor/grad_norm"] == pytest.approx(plain[0]["actor/grad_norm"], rel=0.5)
+
+
+def test_ppo_updates_critic_and_actor_by_plans_of_their_own(pool: dict[str, Future[Completed]]) -> None:
+    run = finished(pool, "ppo+")
+    for row in training(run):
+        assert math.isfinite(row["critic/vf_loss"])
+        assert math.isfinite(row["actor/kl_loss"])
+        assert row["equipoise/critic/lockstep_over_bound"] >= 1.0
+    assert all(record["num_mini_batches"] == 2 for record in records(run))  # actor: 32 rows, 4 prompts × 4
+
+
+def test_a_batch_that_needs_padding_is_padded_with_two_tokens_a_row(pool: dict[str, Future[Completed]]) -> None:
+    run = finished(pool, "padding+")
+    for row, record in zip(training(run), records(run), strict=True):
+        pads = [n for n, pad in zip(record["lengths"], record["is_padding"], strict=True) if pad]
+        assert pads == [2] * 8
+        assert row["equipoise/num_padding"] == 8
+        assert record["dp_size"] == 4
+        for step in range(record["num_mini_batches"]):
+            rows = [i for rank in record["micro_batches"] for m in rank[step] for i in m]
+            assert sum(not record["is_padding"][i] for i in rows) == 12
+
+
+def test_validation_runs(pool: dict[str, Future[Completed]]) -> None:
+    for name in ("grpo", "grpo+"):
+        assert any(key.startswith("val-") for row in finished(pool, name).metrics for key in row)
+
+
+def test_a_run_resumes_from_its_checkpoint(pool: dict[str, Future[Completed]]) -> None:
+    folder = finished(pool, "grpo+").log.parent
+    assert (folder / "checkpoints" / "global_step_2").is_dir()
+    resumed = run_verl(
+        [
+            *tiny_overrides(steps=3),
+            *ON,
+            "trainer.default_local_dir=checkpoints",
+            "trainer.resume_mode=auto",
+        ],
+        dp=2,
+        timeout_s=LIMIT_S,
+        cwd=folder,
+    ).checked()
+    assert [row["step"] for row in training(resumed)] == [3]
+
+
+def test_a_worker_that_dies_ends_the_run_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    tag = uuid.uuid4().hex
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        run = threads.submit(
+            run_verl,
+            [*tiny_overrides(steps=200), *ON],
+            dp=2,
+            timeout_s=LIMIT_S,
+            cwd=tmp_path,
+            env={"EQUIPOISE_TEST_TAG": tag},
+        )
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline and not run.done() and not (tmp_path / "metrics.jsonl").exists():
+            time.sleep(0.5)
+        workers = [p for p in tagged(tag) if "WorkerDict" in " ".join(p.cmdline())]
+        assert len(workers) == 2
+        workers[1].kill()
+        killed = time.monotonic()
+        done = run.result(timeout=120)
+    assert done.returncode != 0
+    assert time.monotonic() - killed < 60
+    assert "Error" in done.log.read_text(errors="replace")
+    assert tagged(tag) == []
+
+
+def tagged(tag: str) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("EQUIPOISE_TEST_TAG") == tag and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found

@@ -1,0 +1,1 @@
+"""An application of any kind, for Hydra to compose."""
