@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
-from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_environment, cpu_overrides
 
+from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_environment, cpu_overrides
 from examples.tiny import TinyPaths, build_tiny
 
 _MARK = "EQUIPOISE_RIG_RUN"
@@ -86,8 +86,26 @@ def tiny_overrides(*, steps: int) -> list[str]:
     ]
 
 
+def tiny_critic_overrides() -> list[str]:
+    """The tiny model as a critic, in mini-batches like the actor's."""
+    return [
+        f"critic.model.path={tiny().model}",
+        f"critic.model.tokenizer_path={tiny().model}",
+        "critic.model.use_remove_padding=True",
+        "critic.ppo_mini_batch_size=4",
+        "critic.use_dynamic_bsz=True",
+        "critic.ppo_max_token_len_per_gpu=512",
+    ]
+
+
 def run_verl(
-    overrides: list[str], *, dp: int, timeout_s: float, cwd: Path, env: Mapping[str, str] | None = None
+    overrides: list[str],
+    *,
+    dp: int,
+    timeout_s: float,
+    cwd: Path,
+    critic: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> Completed:
     """``python -m verl.trainer.main_ppo`` on ``dp`` CPU ranks.
 
@@ -96,6 +114,7 @@ def run_verl(
         dp: data-parallel ranks.
         timeout_s: the run is killed after this time.
         cwd: folder to run in; gets ``verl.log`` and ``metrics.jsonl``.
+        critic: also pass what a critic needs on a CPU, and the tiny model for it.
         env: more environment variables.
     """
     cwd.mkdir(parents=True, exist_ok=True)
@@ -111,7 +130,9 @@ def run_verl(
         _MARK: mark,
         **(env or {}),
     }
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *cpu_overrides(dp)]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *cpu_overrides(dp, critic=critic)]
+    if critic:
+        command += tiny_critic_overrides()
     command += ['trainer.logger=["console","file"]', *overrides]
     metrics.unlink(missing_ok=True)
     begin = time.monotonic()

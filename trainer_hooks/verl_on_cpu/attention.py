@@ -17,10 +17,11 @@ import itertools
 from typing import Any
 
 import torch
-from equipoise.errors import InvalidInput, must
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
+
+from equipoise.errors import InvalidInput, must
 
 NAME = "equipoise_varlen_cpu"
 
@@ -83,7 +84,7 @@ def varlen_attention(
         ``(batch, num_tokens, num_heads, head_dim)``, and None for the scores.
 
     """
-    rows = _packed_rows(query, key, kwargs) if attention_mask is None else None
+    rows = _packed_rows(query, kwargs) if attention_mask is None else None
     if rows is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     packed = [
@@ -104,11 +105,9 @@ def varlen_attention(
     return torch.cat(packed), None
 
 
-def _packed_rows(query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> list[list[int]] | None:
+def _packed_rows(query: torch.Tensor, kwargs: dict[str, Any]) -> list[list[int]] | None:
     """Row lengths of each sequence of the batch, or None where nothing is packed."""
     batch, num_tokens = query.shape[0], query.shape[2]
-    if num_tokens != key.shape[2]:
-        return None  # decoding: the query goes on where the cache ends
     edges: torch.Tensor | None = kwargs.get("cu_seq_lens_q")
     positions: torch.Tensor | None = kwargs.get("position_ids")
     if edges is not None:

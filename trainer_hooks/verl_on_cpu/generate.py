@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from equipoise.errors import InvalidInput, must
 from transformers import DynamicCache
+
+from equipoise.errors import InvalidInput, must
 
 COMPACT_BELOW = 0.75
 
@@ -63,10 +64,10 @@ class Completion:
 def generate(
     model: Any,
     requests: Sequence[Request],
+    should_stop: Callable[[], bool] = lambda: False,
     *,
     stop_ids: Collection[int],
     pad_id: int,
-    should_stop: Callable[[], bool] = lambda: False,
     compact: bool = True,
 ) -> list[Completion]:
     """Continue every request until a stop token or its limit.
@@ -74,9 +75,9 @@ def generate(
     Args:
         model: causal language model of transformers, in evaluation mode.
         requests: prompts; they may differ in length and in sampling parameters.
+        should_stop: asked before every token; True leaves the open requests unfinished.
         stop_ids: tokens that end a continuation; they are part of it.
         pad_id: fills the left of short prompts; masked, so any token does.
-        should_stop: asked before every token; True leaves the open requests unfinished.
         compact: drop finished rows from the batch and the cache. Changes the cost, not the tokens.
 
     Returns:
