@@ -55,7 +55,8 @@ class Boards:
         num_columns: int,
         kind: IntArray | None = None,
     ) -> None:
-        self.num_boards, self.num_rows = cost.shape
+        self.num_boards: int = cost.shape[0]
+        self.num_rows: int = cost.shape[1]
         self.num_ranks, self.num_columns = num_ranks, num_columns
         self.num_cells = num_ranks * num_columns
         # A last, empty row of cost 0 stands for "no row" in the slots that a cell does not use.
@@ -111,10 +112,6 @@ class Boards:
     def lockstep(self) -> FloatArray:
         """Σ over columns of the largest load, shape (J,)."""
         return self.columns().max(axis=2).sum(axis=1)
-
-    def rank(self) -> FloatArray:
-        """Largest load of a rank over all its columns, shape (J,)."""
-        return self.columns().sum(axis=1).max(axis=1)
 
     # -- search -------------------------------------------------------------------------------------------------------
 
@@ -198,8 +195,7 @@ class Boards:
         shift = weight[board[:, None], out_rows][:, :, None] - weight[board[:, None], in_rows][:, None, :]
         gain = shift * (gap[:, None, None] - shift)  # half the fall of the sum of squared excesses
         allowed = self._allowed(board, full, empty, out_rows, in_rows, rules)
-        gain = np.where(allowed, gain, 0.0) if allowed is not None else gain
-        flat = gain.reshape(board.size, -1)
+        flat: FloatArray = np.where(allowed, gain, 0.0).reshape(board.size, -1)
         best = flat.argmax(axis=1)
         won = flat[np.arange(board.size), best] > 1e-12 * gap * gap
         if not won.any():
@@ -211,7 +207,7 @@ class Boards:
 
     def _allowed(
         self, board: IntArray, full: IntArray, empty: IntArray, out_rows: IntArray, in_rows: IntArray, rules: Rules
-    ) -> BoolArray | None:
+    ) -> BoolArray:
         nobody = self.num_rows
         real_out, real_in = out_rows != nobody, in_rows != nobody
         same_rank = self.rank_of[full] == self.rank_of[empty]

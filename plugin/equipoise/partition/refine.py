@@ -39,32 +39,33 @@ def even_out_loads(boards: Boards, rules: Rules, *, max_rounds: int = 48, tolera
             return
 
 
-def fit_cap(boards: Boards, cap: int, moves: Rules, *, max_rounds: int = 64) -> BoolArray:
+def fit_cap(boards: Boards, rules: Rules, *, max_rounds: int = 64) -> BoolArray:
     """Even out tokens until no cell exceeds the cap, where that can be found.
 
     Args:
         boards: changed in place.
-        cap: the most tokens of a cell.
-        moves: rules; their cap is not asked.
+        rules: what a change must respect; without a cap everything fits.
         max_rounds: a bound on the time.
 
     Returns:
         Which boards fit, shape (J,).
 
     """
-    free = Rules(cap=None, moves=moves.moves)
+    if rules.cap is None:
+        return np.ones(boards.num_boards, dtype=np.bool_)
+    free = Rules(cap=None, moves=rules.moves)
     weight = boards.tokens.astype(np.float64)
     idle = 0
     for turn in range(max_rounds):
-        over = boards.fill > cap
-        if not over.any() or idle >= 4:
+        if idle >= 4 or not _over_cap(boards, rules.cap).any():
             break
         changed = boards.even_out(boards.fill.astype(np.float64), weight, free, within_column=False, shift=turn)
         idle = 0 if changed else idle + 1
-    return np.logical_not(_over_cap(boards, cap).any(axis=1))
+    return np.asarray(~_over_cap(boards, rules.cap).any(axis=1), dtype=np.bool_)
 
 
 def _over_cap(boards: Boards, cap: int) -> BoolArray:
+    """Which cells are above the cap with more than one row, shape (J, K)."""
     return (boards.fill > cap) & (boards.count > 1)
 
 

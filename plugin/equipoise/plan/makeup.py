@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from equipoise._arrays import BoolArray, IntArray
-from equipoise.errors import InfeasiblePlan, must
 from equipoise.plan.spec import StepSpec
 
 
@@ -16,35 +15,6 @@ def split_sizes(n: int, parts: int) -> IntArray:
     [4, 3, 3]
     """
     return np.full(parts, n // parts) + (np.arange(parts) < n % parts)
-
-
-def check_counts(n: int, num_real: int, spec: StepSpec) -> None:
-    """The rows divide as the spec asks.
-
-    Raises:
-        InfeasiblePlan: they do not; names the nearest legal number of rows.
-
-    """
-    cells = spec.dp_size * spec.num_mini_batches
-    parts = f"dp_size × num_mini_batches = {spec.dp_size} × {spec.num_mini_batches} = {cells}"
-    if spec.equal_count and n % cells:
-        remedy = f"pad to {n + cells - n % cells} rows"
-        if n > cells:
-            remedy += f", drop to {n - n % cells}, or set equal_count=False"
-        raise InfeasiblePlan(must("the number of rows", f"be a multiple of {parts}", n, remedy))
-    if n < cells:
-        raise InfeasiblePlan(
-            must("the number of rows", f"be at least {parts}", n, f"pad to {cells} rows or use fewer mini-batches")
-        )
-    if num_real < spec.num_mini_batches:
-        raise InfeasiblePlan(
-            must(
-                "num_mini_batches",
-                f"be at most the number of real rows, {num_real}, so that each optimizer step has one",
-                spec.num_mini_batches,
-                f"use at most {num_real} mini-batches" if num_real else "a batch of padding only trains nothing",
-            )
-        )
 
 
 def mini_batch_rows(lengths: IntArray, is_padding: BoolArray, spec: StepSpec) -> list[IntArray]:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from equipoise._arrays import FloatArray, IntArray
+from equipoise._arrays import FloatArray, IntArray, int_sums, iota, sums
 from equipoise.errors import InvalidInput, must
 from equipoise.plan.spec import StepSpec
 
@@ -153,20 +153,19 @@ def measure(
 
     """
     by_rank = np.concatenate(sizes, axis=1)  # (dp, all micro-batches); row-major it is the dispatch order
-    starts = np.cumsum(by_rank.ravel()) - by_rank.ravel()
-    loads = np.add.reduceat(cost[order], starts).reshape(by_rank.shape)
-    tokens = np.add.reduceat(lengths[order], starts)
-    longest = np.maximum.reduceat(cost[order], starts).reshape(by_rank.shape)
+    micro = np.repeat(iota(by_rank.size), by_rank.ravel())
+    loads = sums(micro, cost[order], by_rank.size).reshape(by_rank.shape)
+    tokens = int_sums(micro, lengths[order], by_rank.size)
+    step_of_column = np.repeat(iota(len(sizes)), [part.shape[1] for part in sizes])
+    longest = np.zeros(len(sizes))
+    np.maximum.at(longest, step_of_column[micro % by_rank.shape[1]], cost[order])
     rank_cost = bound = ideal = 0.0
-    at = 0
-    for part in sizes:
-        block = slice(at, at + part.shape[1])
-        at += part.shape[1]
-        totals = loads[:, block].sum(axis=1)
+    for j in range(len(sizes)):
+        totals = loads[:, step_of_column == j].sum(axis=1)
         mean = float(totals.mean())
         rank_cost += float(totals.max())
         ideal += mean
-        bound += max(mean, float(longest[:, block].max()))
+        bound += max(mean, float(longest[j]))
     return PlanStats(
         lockstep_cost=float(loads.max(axis=0).sum()),
         rank_cost=rank_cost,

@@ -1,0 +1,120 @@
+"""The search for layouts: few micro-batches first, several starts for each, and never worse than a plain rule."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from equipoise.partition.board import Boards, Rules
+from equipoise.partition.refine import even_out_loads, fit_cap, polish
+from equipoise.plan import starts
+from equipoise.plan.layout import Layout, MiniBatch
+from equipoise.plan.limits import fewest_columns, most_columns, out_of_room, roomiest
+from equipoise.plan.spec import StepSpec
+
+
+def search(minis: list[MiniBatch], spec: StepSpec) -> list[Layout]:
+    """The best layout found for each mini-batch.
+
+    Raises:
+        InfeasiblePlan: the rows of one do not fit under the cap in as many micro-batches as there may be.
+
+    """
+    if spec.algorithm == "refined":
+        found = _refined(minis, spec)
+    else:
+        found = [_by_rule(mini, spec, spec.algorithm) for mini in minis]
+    layouts = [layout for layout in found if layout is not None]
+    if len(layouts) < len(minis):
+        raise out_of_room(minis, spec)
+    return [_at_least_as_good(layout, spec) for layout in layouts]
+
+
+def _refined(minis: list[MiniBatch], spec: StepSpec) -> list[Layout | None]:
+    """Search in the fewest columns that may work, then in more for those that do not fit."""
+    found: list[Layout | None] = [None] * len(minis)
+    columns = [fewest_columns(mini, spec) for mini in minis]
+    waiting = list(range(len(minis)))
+    while waiting:
+        shapes: dict[tuple[int, int], list[int]] = {}  # boards of one shape are searched together
+        for j in waiting:
+            if columns[j] <= most_columns(minis[j], spec):
+                shapes.setdefault((columns[j], minis[j].cost.size), []).append(j)
+            else:
+                found[j] = _last_resort(minis[j], spec)
+        waiting = []
+        for (num_columns, _), group in shapes.items():
+            for j, layout in zip(group, _search_together([minis[j] for j in group], num_columns, spec), strict=True):
+                found[j] = layout
+                if layout is None:
+                    columns[j] += spec.micro_batch_multiple
+                    waiting.append(j)
+    return found
+
+
+def _rules(spec: StepSpec, num_columns: int) -> Rules:
+    """Rows change micro-batch within their rank, but where that is fixed."""
+    fixed = spec.micro_batch_size_per_gpu is not None or num_columns == 1
+    return Rules(cap=spec.cap, moves="none" if fixed else "rank")
+
+
+def _search_together(minis: list[MiniBatch], num_columns: int, spec: StepSpec) -> list[Layout | None]:
+    """Best layout of each mini-batch in ``num_columns`` columns; None where none was found within the cap."""
+    # with one column or fixed micro-batches the second start would be the first over again
+    alike = num_columns == 1 or spec.micro_batch_size_per_gpu is not None
+    kinds = (starts.by_tiers,) if alike else (starts.by_tiers, starts.by_stripes)
+    padding = np.stack([mini.padding for mini in minis for _ in kinds]).astype(np.int64)
+    boards = Boards(
+        np.stack([mini.cost for mini in minis for _ in kinds]),
+        np.stack([mini.tokens for mini in minis for _ in kinds]),
+        np.stack([start(mini, num_columns) for mini in minis for start in kinds]),
+        num_ranks=minis[0].dp_size,
+        num_columns=num_columns,
+        kind=padding if padding.any() else None,
+    )
+    rules = _rules(spec, num_columns)
+    fits = fit_cap(boards, rules)
+    even_out_loads(boards, rules)
+    lockstep = np.where(fits, boards.lockstep(), np.inf).reshape(len(minis), len(kinds))
+    best = np.arange(len(minis)) * len(kinds) + lockstep.argmin(axis=1)
+    boards = boards.select(best)
+    polish(boards, rules)
+    layouts = [Layout(mini, num_columns, boards.cell[j]) for j, mini in enumerate(minis)]
+    return [layout if layout.legal(spec.cap) else None for layout in layouts]
+
+
+def _last_resort(mini: MiniBatch, spec: StepSpec) -> Layout | None:
+    """The roomiest layout, levelled; None if it cannot be brought under the cap."""
+    layout = roomiest(mini, spec)
+    boards = Boards(
+        mini.cost[None], mini.tokens[None], layout.cell[None], num_ranks=mini.dp_size, num_columns=layout.num_columns
+    )
+    rules = _rules(spec, layout.num_columns)
+    if not fit_cap(boards, rules).all():
+        return None
+    even_out_loads(boards, rules)
+    polish(boards, rules)
+    return Layout(mini, layout.num_columns, boards.cell[0])
+
+
+def _at_least_as_good(layout: Layout, spec: StepSpec) -> Layout:
+    """``layout``, or one of the plain rules or the batch as it came where that costs less."""
+    rivals: list[Layout | None] = [starts.as_it_came(layout.mini, spec.min_micro_batches, spec.cap)]
+    if spec.algorithm == "refined":
+        rivals += [_by_rule(layout.mini, spec, name) for name in ("kk", "lpt")]
+    best, cost = layout, layout.lockstep()
+    for rival in rivals:
+        if rival is None or rival.num_columns % spec.micro_batch_multiple or not rival.legal(spec.cap):
+            continue
+        if rival.lockstep() < cost:
+            best, cost = rival, rival.lockstep()
+    return best
+
+
+def _by_rule(mini: MiniBatch, spec: StepSpec, algorithm: str) -> Layout | None:
+    """What ``algorithm`` alone returns: its layout in the fewest columns in which it fits."""
+    rank = starts.rank_by_rule(mini, algorithm)
+    for columns in range(fewest_columns(mini, spec), most_columns(mini, spec) + 1, spec.micro_batch_multiple):
+        layout = Layout(mini, columns, starts.by_ranks(mini, rank, columns, algorithm))
+        if layout.legal(spec.cap):
+            return layout
+    return _last_resort(mini, spec)
