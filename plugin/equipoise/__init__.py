@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from equipoise.plan import plan_step as plan_step
     from equipoise.plan import required_batch_multiple as required_batch_multiple
     from equipoise.workload import CostModel as CostModel
+    from equipoise.workload import FittedCost as FittedCost
     from equipoise.workload import TokenCost as TokenCost
     from equipoise.workload import TransformerCost as TransformerCost
 
@@ -46,6 +47,7 @@ _HOME = {
     "plan_step": "equipoise.plan",
     "required_batch_multiple": "equipoise.plan",
     "CostModel": "equipoise.workload",
+    "FittedCost": "equipoise.workload",
     "TokenCost": "equipoise.workload",
     "TransformerCost": "equipoise.workload",
 }
@@ -56,6 +58,7 @@ __all__ = [
     "EquipoiseConfig",
     "EquipoiseError",
     "EquipoiseWarning",
+    "FittedCost",
     "InfeasiblePlan",
     "InvalidInput",
     "LossDenominators",

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args, get_type_hints
 from equipoise.errors import InvalidConfig, must, nearest
 
 Planner = Literal["equipoise", "verl"]
-Cost = Literal["transformer", "token"]
+Cost = Literal["transformer", "token", "model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +33,15 @@ class EquipoiseConfig:
     of lengths in each."""
 
     cost: Cost = "transformer"
-    """"transformer": cost_linear · L + cost_quadratic · L². "token": the tokens."""
+    """"transformer": cost_linear · L + cost_quadratic · L². "token": the tokens. "model": the FLOPs of the actor's own
+    configuration."""
 
     cost_linear: float = 24576.0
-    """Cost of one token; the default is verl's, for hidden size 4096 (6 × hidden size in general)."""
+    """Cost of one token with cost=transformer; the default is verl's, for hidden size 4096 (6 × hidden size in
+    general)."""
 
     cost_quadratic: float = 1.0
-    """Cost of one pair of tokens of a row."""
+    """Cost of one pair of tokens of a row with cost=transformer."""
 
     oversize: Literal["error", "alone"] = "error"
     """A row above the token cap: an error, or a micro-batch of its own."""

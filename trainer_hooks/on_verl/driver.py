@@ -177,7 +177,7 @@ class StepPlanner:
     def __init__(self, trainer: Any, config: EquipoiseConfig) -> None:
         self.trainer = trainer
         self.config = config
-        self.cost = cost_model(config)
+        self.cost = cost_model(config, trainer.config)
         self.recorder = Recorder(config.record)
         self._batch: _Batch | None = None
         self._warned: set[str] = set()
@@ -271,7 +271,7 @@ class StepPlanner:
             plan=plan,
             lengths=self._batch.lengths,
             is_padding=self._batch.is_padding,
-            config=self.config,
+            cost=self.cost,
             seconds=seconds,
         )
         batch.reorder(plan.order.tolist())

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.config import EquipoiseConfig
 from equipoise.errors import InvalidConfig, must
 from equipoise.plan import StepPlan
+from equipoise.workload import CostModel, TransformerCost
 
 
 class Recorder:
@@ -40,7 +41,7 @@ class Recorder:
         plan: StepPlan,
         lengths: npt.NDArray[np.int64],
         is_padding: npt.NDArray[np.bool_],
-        config: EquipoiseConfig,
+        cost: CostModel,
         seconds: float,
     ) -> None:
         """Append one step."""
@@ -60,10 +61,16 @@ class Recorder:
                 [[rows.tolist() for rows in mini_batch] for mini_batch in plan.micro_batches(rank)]
                 for rank in range(spec.dp_size)
             ],
-            "cost": {"model": config.cost, "linear": config.cost_linear, "quadratic": config.cost_quadratic},
+            "cost": _cost_as_plain(cost),
             "lockstep_cost": plan.stats.lockstep_cost,
             "bound": plan.stats.bound,
             "plan_seconds": seconds,
         }
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def _cost_as_plain(cost: CostModel) -> dict[str, Any]:
+    if isinstance(cost, TransformerCost):
+        return {"model": "transformer", **asdict(cost)}
+    return {"model": "token", "linear": 1.0, "quadratic": 0.0, "windows": []}

@@ -59,10 +59,21 @@ class StageSettings:
         )
 
 
-def cost_model(config: EquipoiseConfig) -> CostModel:
-    """The cost model that the configuration names."""
+def cost_model(config: EquipoiseConfig, verl: Any) -> CostModel:
+    """The cost model that the configuration names.
+
+    Raises:
+        InvalidInput: cost=model, and the actor's model has an unknown shape.
+    """
     if config.cost == "token":
         return TokenCost()
+    if config.cost == "model":
+        from transformers import AutoConfig
+
+        model = verl.actor_rollout_ref.model
+        path = model.get("hf_config_path", None) or model.path
+        found = AutoConfig.from_pretrained(path, trust_remote_code=bool(model.get("trust_remote_code", False)))
+        return TransformerCost.from_model_config(found)
     return TransformerCost(linear=config.cost_linear, quadratic=config.cost_quadratic)
 
 

@@ -1,5 +1,6 @@
 """Cost of a row from its length."""
 
 from equipoise.workload.cost import CostModel, TokenCost, TransformerCost, as_lengths, row_costs
+from equipoise.workload.fitted import FittedCost
 
-__all__ = ["CostModel", "TokenCost", "TransformerCost", "as_lengths", "row_costs"]
+__all__ = ["CostModel", "FittedCost", "TokenCost", "TransformerCost", "as_lengths", "row_costs"]

@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise._arrays import FloatArray, IntArray
+from equipoise._checks import positive
 from equipoise.errors import InvalidInput, must
+from equipoise.workload.model_flops import model_flops
 
 
 class CostModel(Protocol):
@@ -96,17 +98,21 @@ class TransformerCost:
     spends about 12·h²·L on its projections and 2·h·L² on attention, which for hidden size h = 4096 is proportional to
     24576·L + L². Products are taken in float64: in 32 bits they overflow from L = 35,655 on.
 
+    Layers with a sliding window w add their coefficient times the pairs of tokens within it: L² less (L - w)² of what
+    is further apart.
+
     Args:
         linear: cost of one token, at least 0.
         quadratic: cost of one pair of tokens, at least 0.
+        windows: (window, cost of one pair) of layers with sliding windows.
 
     >>> TransformerCost()([1, 1000000]).tolist()
     [24577.0, 1024576000000.0]
-
     """
 
     linear: float = 24576.0
     quadratic: float = 1.0
+    windows: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         for field, value in (("linear", self.linear), ("quadratic", self.quadratic)):
@@ -118,4 +124,31 @@ class TransformerCost:
     def __call__(self, lengths: Any) -> FloatArray:
         """Costs as float64, shape (n,)."""
         tokens = as_lengths(lengths).astype(np.float64)
-        return self.linear * tokens + self.quadratic * tokens * tokens
+        cost = self.linear * tokens + self.quadratic * tokens * tokens
+        for window, coefficient in self.windows:
+            apart = np.maximum(tokens - window, 0.0)
+            cost += coefficient * (tokens * tokens - apart * apart)
+        return cost
+
+    @classmethod
+    def from_hidden_size(cls, hidden_size: int) -> TransformerCost:
+        """The default's rule for another width: a token costs 6 · hidden size as much as a pair of tokens.
+
+        >>> TransformerCost.from_hidden_size(1024).linear
+        6144.0
+        """
+        width = positive("hidden_size", hidden_size, "pass the model's hidden size")
+        return cls(linear=6.0 * width, quadratic=1.0)
+
+    @classmethod
+    def from_model_config(cls, config: Any) -> TransformerCost:
+        """FLOPs of a forward pass of this model (see :mod:`equipoise.workload.model_flops`).
+
+        Args:
+            config: a ``transformers`` configuration, or a mapping with the same keys.
+
+        Raises:
+            InvalidInput: an unknown model type, or an attribute that its shape needs is missing.
+        """
+        flops = model_flops(config)
+        return cls(linear=flops.per_token, quadratic=flops.per_pair, windows=flops.windows)

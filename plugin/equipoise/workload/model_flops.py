@@ -1,0 +1,194 @@
+"""FLOPs of a forward pass, from a model's own configuration.
+
+Multiply-adds of matrix products count as two. A token pays for its projections, its active experts and the vocabulary
+head; a pair of tokens pays for the attention scores and their product with the values, over the full square as FLOP
+counters take it (a causal kernel does half, for every row alike). Embedding look-ups, norms and activations are left
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from equipoise.errors import InvalidInput, must, nearest
+
+GATED = frozenset(
+    [
+        "cohere",
+        "cohere2",
+        "deepseek_v2",
+        "deepseek_v3",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "granite",
+        "llama",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+    ]
+)
+"""Model types whose feed-forward blocks have three matrices (gate, up, down)."""
+
+PLAIN = frozenset(["gpt_neox", "opt", "phi", "starcoder2"])
+"""Model types whose feed-forward blocks have two matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlops:
+    """FLOPs of one forward pass over a row of L tokens: per_token · L + per_pair · L² + Σ c · pairs(L, w).
+
+    Attributes:
+        per_token: of projections, feed-forward blocks and head.
+        per_pair: of attention layers that see the whole row.
+        windows: (window, FLOPs of a pair) of layers with sliding windows.
+    """
+
+    per_token: float
+    per_pair: float
+    windows: tuple[tuple[int, float], ...] = ()
+
+
+def model_flops(config: Any) -> ModelFlops:
+    """Count from a ``transformers`` configuration (or anything with the same attributes, or a mapping).
+
+    Knows dense and mixture-of-experts decoders, grouped queries, gated and plain feed-forward blocks, multi-head latent
+    attention and sliding windows. The head counts whether it is tied to the embedding or not.
+
+    Raises:
+        InvalidInput: an unknown model type, or an attribute that its shape needs is missing.
+    """
+    shape = _Shape(config)
+    layers = shape.number("num_hidden_layers")
+    per_token = 2.0 * shape.number("hidden_size") * shape.number("vocab_size")
+    pair, projections = _attention(shape)
+    per_pair = 0.0
+    windows: dict[int, float] = {}
+    for layer in range(layers):
+        per_token += projections + _feed_forward(shape, layer)
+        window = _window(shape, layer)
+        if window is None:
+            per_pair += pair
+        else:
+            windows[window] = windows.get(window, 0.0) + pair
+    return ModelFlops(per_token=per_token, per_pair=per_pair, windows=tuple(sorted(windows.items())))
+
+
+class _Shape:
+    """Attributes of a configuration, asked for by name; a missing one is an error that says which."""
+
+    def __init__(self, config: Any) -> None:
+        self.config: Any = config
+        self.config = self.get("text_config", config)
+        self.model_type = str(self.get("model_type", ""))
+        if self.model_type not in GATED | PLAIN:
+            raise InvalidInput(
+                must(
+                    "model_type",
+                    f"be one of the known shapes {sorted(GATED | PLAIN)}",
+                    self.model_type,
+                    f"{nearest(self.model_type, GATED | PLAIN)}; or pass TransformerCost(linear, quadratic), with"
+                    " linear = 6 × hidden size × quadratic for a plain dense model",
+                )
+            )
+
+    def get(self, name: str, default: Any = None) -> Any:
+        found: Any = getattr(self.config, name, None)
+        if isinstance(self.config, Mapping):
+            found = cast("Mapping[str, Any]", self.config).get(name)
+        return default if found is None else found
+
+    def number(self, name: str) -> int:
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidInput(
+                must(
+                    f"{self.model_type} config.{name}",
+                    "be a whole number of at least 1",
+                    value,
+                    "pass the model's own transformers configuration",
+                )
+            )
+        return value
+
+
+def _attention(shape: _Shape) -> tuple[float, float]:
+    """FLOPs of a pair of tokens, and of a token's projections, in one layer."""
+    hidden, heads = shape.number("hidden_size"), shape.number("num_attention_heads")
+    if shape.get("kv_lora_rank") is not None:
+        return _latent_attention(shape, hidden, heads)
+    kv_heads = shape.get("num_key_value_heads", heads)
+    width = shape.get("head_dim", hidden // heads)
+    projections = 2.0 * hidden * width * (2 * heads + 2 * kv_heads)
+    return 4.0 * heads * width, projections
+
+
+def _latent_attention(shape: _Shape, hidden: int, heads: int) -> tuple[float, float]:
+    """Multi-head latent attention as DeepSeek-V2 and V3 train it, without absorbed projections."""
+    rank, rope = shape.number("kv_lora_rank"), shape.number("qk_rope_head_dim")
+    nope, value = shape.number("qk_nope_head_dim"), shape.number("v_head_dim")
+    query = heads * (nope + rope)
+    query_rank = shape.get("q_lora_rank")
+    weights = hidden * query if query_rank is None else query_rank * (hidden + query)
+    weights += hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
+    return 2.0 * heads * (nope + rope + value), 2.0 * weights
+
+
+def _feed_forward(shape: _Shape, layer: int) -> float:
+    """FLOPs of a token in the feed-forward block of one layer, over its active experts."""
+    hidden = shape.number("hidden_size")
+    matrices = 3 if shape.model_type in GATED else 2
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts: int | None = next((shape.get(name) for name in names if shape.get(name)), None)
+    if experts is None or not _is_sparse(shape, layer):
+        return 2.0 * matrices * hidden * shape.number("intermediate_size")
+    active = shape.number("num_experts_per_tok")
+    width = shape.get("moe_intermediate_size") or shape.number("intermediate_size")
+    shared = shape.get("n_shared_experts", 0) * width
+    gate = 0
+    if shape.get("shared_expert_intermediate_size"):
+        shared, gate = shape.number("shared_expert_intermediate_size"), hidden
+    return 2.0 * (matrices * hidden * (active * width + shared) + hidden * experts + gate)
+
+
+def _is_sparse(shape: _Shape, layer: int) -> bool:
+    if shape.model_type.startswith("deepseek"):
+        first, every = shape.get("first_k_dense_replace", 0), shape.get("moe_layer_freq", 1)
+        return layer >= first and layer % every == 0
+    if layer in shape.get("mlp_only_layers", []):
+        return False
+    return (layer + 1) % shape.get("decoder_sparse_step", 1) == 0
+
+
+def _window(shape: _Shape, layer: int) -> int | None:
+    """Sliding window of a layer, or None if it sees the whole row."""
+    window = shape.get("sliding_window")
+    if window is None or shape.get("use_sliding_window", True) is False:
+        return None
+    kinds = shape.get("layer_types")
+    if kinds is not None:
+        return window if kinds[layer] == "sliding_attention" else None
+    if shape.model_type in {"mistral", "mixtral", "phi3", "starcoder2"}:
+        return window
+    raise InvalidInput(
+        must(
+            f"{shape.model_type} config.layer_types",
+            "say which layers slide when sliding_window is set",
+            None,
+            "pass the configuration as transformers makes it",
+        )
+    )
