@@ -92,8 +92,17 @@ class Family:
                 except psutil.NoSuchProcess:
                     pass
             psutil.wait_procs(alive, timeout=2)  # another round: a daemon may have started a worker meanwhile
+        self._reap()
         shutil.rmtree(self._ray, ignore_errors=True)
         return alive
+
+    def _reap(self) -> None:
+        """Take note of the deaths of adopted orphans, which would stay in the process table until this process ends."""
+        for pid in self._seen.keys() - {self._root.pid}:
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:  # its own parent, or psutil, has done so
+                pass
 
 
 def _is_there(process: psutil.Process) -> bool:

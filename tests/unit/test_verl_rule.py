@@ -16,9 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from equipoise.errors import InfeasiblePlan, InvalidInput
 
 from benchmarks.verl_rule import lockstep_cost, verl_micro_batches
+from equipoise.errors import InfeasiblePlan, InvalidInput
 
 ROOT = Path(__file__).parents[2]
 DP_SIZE = 2
