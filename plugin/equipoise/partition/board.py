@@ -16,6 +16,9 @@ from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums,
 
 Moves = Literal["none", "rank", "any"]
 
+MAX_CANDIDATES = 4_000_000  # swaps looked at in one call: bounds its memory
+_MAX_WIDTH = 256  # rows of a cell looked at in one round; the others are as good a choice
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
@@ -133,13 +136,23 @@ class Boards:
         boards = iota(self.num_boards)[:, None, None]
         return self.cost[boards, self.slots].max(axis=2)
 
-    def even_out(self, excess: FloatArray, weight: FloatArray, rules: Rules, *, within_column: bool, shift: int) -> int:
+    def even_out(
+        self,
+        excess: FloatArray,
+        weight: FloatArray,
+        rules: Rules,
+        *,
+        active: BoolArray,
+        within_column: bool,
+        shift: int,
+    ) -> int:
         """One round: pair full cells with empty ones and give each pair its best swap or move.
 
         Args:
             excess: shape (J, K), what a cell is above its level.
             weight: shape (J, n + 1), what a row adds to ``excess``; 0 for the empty row.
             rules: what a change must respect; ``cap`` is left out when ``weight`` is the tokens themselves.
+            active: boards that take part, shape (J,).
             within_column: pair cells of the same column only.
             shift: rotates the partners, so that rounds try other pairs.
 
@@ -149,27 +162,27 @@ class Boards:
         """
         board, full, empty = self._pairs(excess, within_column=within_column, shift=shift)
         gap = excess[board, full] - excess[board, empty]
-        keep = gap > 1e-9 * (1.0 + np.abs(excess[board, full]))
-        board, full, empty, gap = board[keep], full[keep], empty[keep], gap[keep]
-        if not board.size:
+        width = np.maximum(self.count[board, full], self.count[board, empty]) + (rules.moves != "none")
+        keep = np.flatnonzero(active[board] & (gap > 1e-9 * (1.0 + np.abs(excess[board, full]))))
+        if not keep.size:
             return 0
-        width = int(self.count.max()) + (rules.moves != "none")
-        self.ensure_room(width)
-        step = max(1, 4_000_000 // (width * width))  # bounds the memory of one call
-        changed = 0
-        for at in range(0, board.size, step):
-            part = slice(at, at + step)
-            changed += self._swap_best(board[part], full[part], empty[part], gap[part], weight, rules, width)
+        self.ensure_room(int(width[keep].max()))
+        keep = keep[np.argsort(width[keep], kind="stable")]
+        changed = at = 0
+        while at < keep.size:  # pairs of much the same width share a call
+            widest = min(_MAX_WIDTH, int(width[keep[at]]) * 5 // 4 + 1, self.slots.shape[2])
+            part = keep[at : at + max(1, MAX_CANDIDATES // widest**2)]
+            if widest < _MAX_WIDTH:
+                part = part[width[part] <= widest]
+            at += part.size
+            changed += self._swap_best(board[part], full[part], empty[part], gap[part], weight, rules, widest)
         return changed
 
     def _pairs(self, excess: FloatArray, *, within_column: bool, shift: int) -> tuple[IntArray, IntArray, IntArray]:
         boards = self.num_boards
         if within_column:
             values = excess.reshape(boards, self.num_columns, self.num_ranks)
-            order = (
-                np.argsort(values, axis=2, kind="stable")
-                + (np.arange(self.num_columns) * self.num_ranks)[None, :, None]
-            )
+            order = np.argsort(values, axis=2, kind="stable") + iota(self.num_columns)[:, None] * self.num_ranks
         else:
             order = np.argsort(excess, axis=1, kind="stable")[:, None, :]
         half = order.shape[2] // 2

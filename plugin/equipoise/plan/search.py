@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from equipoise._arrays import sums
 from equipoise.partition.board import Boards, Rules
 from equipoise.partition.refine import even_out_loads, fit_cap, polish
 from equipoise.plan import starts
@@ -98,23 +99,29 @@ def _last_resort(mini: MiniBatch, spec: StepSpec) -> Layout | None:
 
 def _at_least_as_good(layout: Layout, spec: StepSpec) -> Layout:
     """``layout``, or one of the plain rules or the batch as it came where that costs less."""
-    rivals: list[Layout | None] = [starts.as_it_came(layout.mini, spec.min_micro_batches, spec.cap)]
-    if spec.algorithm == "refined":
-        rivals += [_by_rule(layout.mini, spec, name) for name in ("kk", "lpt")]
     best, cost = layout, layout.lockstep()
-    for rival in rivals:
-        if rival is None or rival.num_columns % spec.micro_batch_multiple or not rival.legal(spec.cap):
-            continue
-        if rival.lockstep() < cost:
-            best, cost = rival, rival.lockstep()
+    came = starts.as_it_came(layout.mini, spec.min_micro_batches, spec.cap)
+    if came.num_columns % spec.micro_batch_multiple == 0 and came.legal(spec.cap) and came.lockstep() < cost:
+        best, cost = came, came.lockstep()
+    if spec.algorithm == "refined":
+        for rule in ("kk", "lpt"):
+            rival = _by_rule(layout.mini, spec, rule, below=cost)
+            if rival is not None and rival.lockstep() < cost:
+                best, cost = rival, rival.lockstep()
     return best
 
 
-def _by_rule(mini: MiniBatch, spec: StepSpec, algorithm: str) -> Layout | None:
-    """What ``algorithm`` alone returns: its layout in the fewest columns in which it fits."""
-    rank = starts.rank_by_rule(mini, algorithm)
+def _by_rule(mini: MiniBatch, spec: StepSpec, rule: str, *, below: float = np.inf) -> Layout | None:
+    """What ``rule`` alone returns: its layout in the fewest columns in which it fits.
+
+    None if nothing fits, or if its ranks alone show that it costs ``below`` or more.
+    """
+    rank = starts.rank_by_rule(mini, rule)
+    real = rank >= 0
+    if sums(rank[real], mini.cost[real], mini.dp_size).max() >= below:
+        return None
     for columns in range(fewest_columns(mini, spec), most_columns(mini, spec) + 1, spec.micro_batch_multiple):
-        layout = Layout(mini, columns, starts.by_ranks(mini, rank, columns, algorithm))
-        if layout.legal(spec.cap):
+        cell = starts.by_ranks(mini, rank, columns, rule, spec.cap)
+        if cell is not None and (layout := Layout(mini, columns, cell)).legal(spec.cap):
             return layout
     return _last_resort(mini, spec)

@@ -57,7 +57,7 @@ def rank_by_rule(mini: MiniBatch, algorithm: str) -> IntArray:
     return rank
 
 
-def by_ranks(mini: MiniBatch, rank: IntArray, num_columns: int, algorithm: str) -> IntArray:
+def by_ranks(mini: MiniBatch, rank: IntArray, num_columns: int, algorithm: str, cap: int | None) -> IntArray | None:
     """Each rank's rows divided into micro-batches, fullest micro-batch first: what trainers do.
 
     Args:
@@ -65,10 +65,17 @@ def by_ranks(mini: MiniBatch, rank: IntArray, num_columns: int, algorithm: str) 
         rank: as :func:`rank_by_rule` gives it.
         num_columns: micro-batches of each rank.
         algorithm: the rule.
+        cap: the most tokens of a micro-batch of more than one row.
+
+    Returns:
+        The cell of each row, or None as soon as a micro-batch is above the cap.
 
     """
     cell = np.full(mini.cost.size, -1, dtype=np.int64)
-    for r in range(mini.dp_size):
+    tokens = mini.tokens.astype(np.float64)
+    real = rank >= 0
+    fullest_first = np.argsort(-sums(rank[real], tokens[real], mini.dp_size), kind="stable")
+    for r in fullest_first.tolist():
         rows = np.flatnonzero(rank == r)
         if not rows.size:
             continue
@@ -78,6 +85,8 @@ def by_ranks(mini: MiniBatch, rank: IntArray, num_columns: int, algorithm: str) 
             continue
         k = min(num_columns, rows.size)
         part = partitioners[algorithm](mini.cost[rows], k, equal_size=False)
+        if cap is not None and ((sums(part, tokens[rows], k) > cap) & (counts(part, k) > 1)).any():
+            return None
         place = np.empty(k, dtype=np.int64)
         place[np.argsort(-sums(part, mini.cost[rows], k), kind="stable")] = iota(k)
         cell[rows] = place[part] * mini.dp_size + r
