@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from equipoise.errors import InvalidInput as InvalidInput
     from equipoise.loss import LossDenominators as LossDenominators
     from equipoise.loss import agg_loss as agg_loss
+    from equipoise.partition import pack as pack
+    from equipoise.partition import packers as packers
     from equipoise.partition import partition as partition
     from equipoise.partition import partitioners as partitioners
     from equipoise.plan import PlanStats as PlanStats
@@ -39,6 +41,8 @@ _HOME = {
     "InvalidInput": "equipoise.errors",
     "LossDenominators": "equipoise.loss",
     "agg_loss": "equipoise.loss",
+    "pack": "equipoise.partition",
+    "packers": "equipoise.partition",
     "partition": "equipoise.partition",
     "partitioners": "equipoise.partition",
     "PlanStats": "equipoise.plan",
@@ -69,6 +73,8 @@ __all__ = [
     "TransformerCost",
     "__version__",
     "agg_loss",
+    "pack",
+    "packers",
     "pad_batch",
     "partition",
     "partitioners",

@@ -81,7 +81,7 @@ def partition(
     [[0, 1], [2, 3, 4]]
 
     """
-    values = _checked_weights(weights)
+    values = checked_weights(weights)
     algorithm_of = partitioners[algorithm]
     _check_parts(values.size, k, equal_size=equal_size)
     if group_ids is None:
@@ -94,7 +94,12 @@ def partition(
     return sorted(parts, key=lambda rows: int(rows[0]))
 
 
-def _checked_weights(weights: Any) -> FloatArray:
+def checked_weights(weights: Any) -> FloatArray:
+    """Weights as float64, shape (n,).
+
+    Raises:
+        InvalidInput: empty, not one-dimensional, no numbers, negative, NaN or infinite.
+    """
     values = np.asarray(weights)
     if values.ndim != 1 or values.size == 0:
         raise InvalidInput(

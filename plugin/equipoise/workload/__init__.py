@@ -1,6 +1,7 @@
 """Cost of a row from its length."""
 
-from equipoise.workload.cost import CostModel, TokenCost, TransformerCost, as_lengths, row_costs
+from equipoise._checks import as_lengths
+from equipoise.workload.cost import CostModel, TokenCost, TransformerCost, row_costs
 from equipoise.workload.fitted import FittedCost
 
 __all__ = ["CostModel", "FittedCost", "TokenCost", "TransformerCost", "as_lengths", "row_costs"]

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from equipoise._arrays import FloatArray, IntArray
-from equipoise._checks import positive
+from equipoise._checks import as_lengths, positive
 from equipoise.errors import InvalidInput, must
 from equipoise.workload.model_flops import model_flops
 
@@ -20,36 +19,6 @@ class CostModel(Protocol):
     def __call__(self, lengths: Any) -> FloatArray:
         """Cost of each row."""
         ...
-
-
-def as_lengths(lengths: Any, *, field: str = "lengths") -> IntArray:
-    """Lengths in tokens as int64, shape (n,), from a list, a numpy array or a CPU tensor.
-
-    Raises:
-        InvalidInput: empty, not one-dimensional, not whole numbers, NaN, infinite or negative.
-
-    >>> as_lengths([3, 1])
-    array([3, 1])
-
-    """
-    array: npt.NDArray[Any] = np.asarray(lengths)
-    if array.ndim != 1:
-        raise InvalidInput(must(field, "be one-dimensional", array.shape, "pass one length per row"))
-    if array.size == 0:
-        raise InvalidInput(must(field, "hold at least one row", [], "skip the step when the batch is empty"))
-    if array.dtype.kind not in "iuf":
-        raise InvalidInput(must(field, "be whole numbers", str(array.dtype), "pass the tokens of each row as integers"))
-    if array.dtype.kind == "f":
-        wrong = np.flatnonzero(~np.isfinite(array) | (array != np.floor(array)))
-        if wrong.size:
-            row = int(wrong[0])
-            raise InvalidInput(
-                must(f"{field}[{row}]", "be a whole number", float(array[row]), "pass the tokens of each row")
-            )
-    if int(array.min()) < 0:
-        row = int(np.argmin(array))
-        raise InvalidInput(must(f"{field}[{row}]", "be at least 0", int(array[row]), "pass the tokens of each row"))
-    return array.astype(np.int64, copy=False)
 
 
 def row_costs(cost: CostModel, lengths: IntArray) -> FloatArray:

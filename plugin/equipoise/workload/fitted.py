@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray
+from equipoise._checks import as_lengths
 from equipoise.errors import InvalidInput, must
-from equipoise.workload.cost import as_lengths
 
 _ROUNDS = 30
 _TUKEY = 4.685  # 95 % efficient on normal noise: Holland and Welsch, Comm. Stat. A6(9), 1977
