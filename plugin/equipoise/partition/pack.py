@@ -95,7 +95,7 @@ def fewest_groups(tokens: IntArray, capacity: int) -> int:
     rest = np.sort(tokens[tokens <= capacity])
     if not rest.size:
         return over
-    upto = np.concatenate([[0], np.cumsum(rest)])
+    upto: IntArray = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(rest)])
     best = -(-int(upto[-1]) // capacity)
     half = int(np.searchsorted(rest, capacity // 2, side="right"))  # rows from here on are above half
     for small in np.unique(np.concatenate([[0], rest[:half]])).tolist():
