@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# Not on first use, like the others: the room has the function's name, and whoever imported the room first would bind it
+# to the module for good.
+from equipoise.partition import partition as partition
+
 if TYPE_CHECKING:
     from equipoise.batch import pad_batch as pad_batch
     from equipoise.batch import reorder as reorder
@@ -18,7 +22,6 @@ if TYPE_CHECKING:
     from equipoise.loss import agg_loss as agg_loss
     from equipoise.partition import pack as pack
     from equipoise.partition import packers as packers
-    from equipoise.partition import partition as partition
     from equipoise.partition import partitioners as partitioners
     from equipoise.plan import PlanStats as PlanStats
     from equipoise.plan import StepPlan as StepPlan
@@ -43,7 +46,6 @@ _HOME = {
     "agg_loss": "equipoise.loss",
     "pack": "equipoise.partition",
     "packers": "equipoise.partition",
-    "partition": "equipoise.partition",
     "partitioners": "equipoise.partition",
     "PlanStats": "equipoise.plan",
     "StepPlan": "equipoise.plan",

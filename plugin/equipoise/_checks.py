@@ -26,19 +26,41 @@ def positive(field: str, value: Any, remedy: str) -> int:
     return value.__index__()
 
 
+MOST_TOKENS = 2**40
+"""The longest row that is taken: sums of thousands of them are still exact in float64."""
+
+
+def as_vector(field: str, values: Any, remedy: str) -> npt.NDArray[Any]:
+    """``values`` as a numpy array of one dimension.
+
+    Raises:
+        InvalidInput: rows of unequal size, another number of dimensions, or a tensor that is not on the CPU.
+
+    >>> as_vector("weights", [3, 1], "pass one weight per row")
+    array([3, 1])
+
+    """
+    try:
+        array: npt.NDArray[Any] = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        rule = "be a list, a numpy array or a CPU tensor of one dimension"
+        raise InvalidInput(must(field, rule, type(values).__name__, f"{remedy} ({error})")) from error
+    if array.ndim != 1:
+        raise InvalidInput(must(field, "be one-dimensional", array.shape, remedy))
+    return array
+
+
 def as_lengths(lengths: Any, *, field: str = "lengths") -> IntArray:
     """Lengths in tokens as int64, shape (n,), from a list, a numpy array or a CPU tensor.
 
     Raises:
-        InvalidInput: empty, not one-dimensional, not whole numbers, NaN, infinite or negative.
+        InvalidInput: empty, not one-dimensional, not whole numbers, NaN, infinite, negative or above 2**40.
 
     >>> as_lengths([3, 1])
     array([3, 1])
 
     """
-    array: npt.NDArray[Any] = np.asarray(lengths)
-    if array.ndim != 1:
-        raise InvalidInput(must(field, "be one-dimensional", array.shape, "pass one length per row"))
+    array = as_vector(field, lengths, "pass one length per row")
     if array.size == 0:
         raise InvalidInput(must(field, "hold at least one row", [], "skip the step when the batch is empty"))
     if array.dtype.kind not in "iuf":
@@ -53,4 +75,9 @@ def as_lengths(lengths: Any, *, field: str = "lengths") -> IntArray:
     if int(array.min()) < 0:
         row = int(np.argmin(array))
         raise InvalidInput(must(f"{field}[{row}]", "be at least 0", int(array[row]), "pass the tokens of each row"))
+    if int(array.max()) > MOST_TOKENS:
+        row = int(np.argmax(array))
+        raise InvalidInput(
+            must(f"{field}[{row}]", f"be at most {MOST_TOKENS}", int(array[row]), "pass the tokens of each row")
+        )
     return array.astype(np.int64, copy=False)

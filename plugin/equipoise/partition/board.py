@@ -16,7 +16,7 @@ from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums,
 
 Moves = Literal["none", "rank", "any"]
 
-MAX_CANDIDATES = 4_000_000  # swaps looked at in one call: bounds its memory
+_MAX_CANDIDATES = 4_000_000  # swaps looked at in one call: bounds its memory
 _MAX_WIDTH = 256  # rows of a cell looked at in one round; the others are as good a choice
 
 
@@ -171,7 +171,7 @@ class Boards:
         changed = at = 0
         while at < keep.size:  # pairs of much the same width share a call
             widest = min(_MAX_WIDTH, int(width[keep[at]]) * 5 // 4 + 1, self.slots.shape[2])
-            part = keep[at : at + max(1, MAX_CANDIDATES // widest**2)]
+            part = keep[at : at + max(1, _MAX_CANDIDATES // widest**2)]
             if widest < _MAX_WIDTH:
                 part = part[width[part] <= widest]
             at += part.size

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from equipoise._arrays import FloatArray, IntArray, counts, sums
-from equipoise._checks import positive
+from equipoise._checks import as_vector, positive
 from equipoise.errors import InfeasiblePlan, InvalidInput, must
 from equipoise.partition import greedy, karmarkar_karp
 from equipoise.partition.board import Boards, Rules
@@ -82,13 +81,11 @@ def partition(
 
     """
     values = checked_weights(weights)
-    algorithm_of = partitioners[algorithm]
     _check_parts(values.size, k, equal_size=equal_size)
     if group_ids is None:
-        part = algorithm_of(values, k, equal_size=equal_size)
+        part = _divide(algorithm, values, k, equal_size=equal_size)
     else:
-        part = _partition_groups(values, k, algorithm_of, equal_size=equal_size, group_ids=np.asarray(group_ids))
-    part = _without_empty_parts(part, values, k) if group_ids is None and not equal_size else part
+        part = _divide_groups(algorithm, values, k, equal_size=equal_size, group_ids=group_ids)
     order = np.argsort(part, kind="stable")
     parts = np.split(order, np.cumsum(counts(part, k))[:-1])
     return sorted(parts, key=lambda rows: int(rows[0]))
@@ -100,11 +97,9 @@ def checked_weights(weights: Any) -> FloatArray:
     Raises:
         InvalidInput: empty, not one-dimensional, no numbers, negative, NaN or infinite.
     """
-    values = np.asarray(weights)
-    if values.ndim != 1 or values.size == 0:
-        raise InvalidInput(
-            must("weights", "be one-dimensional with at least one row", values.shape, "pass one weight per row")
-        )
+    values = as_vector("weights", weights, "pass one weight per row")
+    if values.size == 0:
+        raise InvalidInput(must("weights", "hold at least one row", [], "skip the step when the batch is empty"))
     if values.dtype.kind not in "iufb":
         raise InvalidInput(must("weights", "be numbers", str(values.dtype), "pass one weight per row"))
     values = values.astype(np.float64)
@@ -132,24 +127,39 @@ def _check_parts(n: int, k: int, *, equal_size: bool) -> None:
         )
 
 
-def _partition_groups(
-    values: FloatArray, k: int, algorithm: Partitioner, *, equal_size: bool, group_ids: npt.NDArray[Any]
-) -> IntArray:
-    if group_ids.shape != values.shape:
-        raise InvalidInput(must("group_ids", f"have shape {values.shape}", group_ids.shape, "pass one id per row"))
-    _, first, unit, size = np.unique(group_ids, return_index=True, return_inverse=True, return_counts=True)
-    by_arrival = np.argsort(np.argsort(first, kind="stable"), kind="stable")  # ids of any type, in order of arrival
-    unit = by_arrival[unit]
-    size = size[np.argsort(first, kind="stable")]
-    weight = sums(unit, values, size.size)
-    if k > size.size:
-        raise InfeasiblePlan(
-            must("k", f"be at most the number of groups, {size.size}", k, "use fewer parts or do not keep groups whole")
+def _divide(algorithm: str, values: FloatArray, k: int, *, equal_size: bool) -> IntArray:
+    part = partitioners[algorithm](values, k, equal_size=equal_size)
+    size = counts(part, k)
+    if size.size > k or size.min() < 1 or (equal_size and size.max() > values.size // k):
+        raise InvalidInput(
+            must(
+                f"partitioner {algorithm!r}",
+                f"give {values.size} rows {k} parts, none empty",
+                size.tolist(),
+                "return the part of each row",
+            )
         )
-    if not equal_size:
-        part = _without_empty_parts(algorithm(weight, k, equal_size=False), weight, k)
-        return part[unit]
-    if (size != size[0]).any() or size.size % k:
+    return part
+
+
+def _divide_groups(algorithm: str, values: FloatArray, k: int, *, equal_size: bool, group_ids: Any) -> IntArray:
+    """Groups, numbered as they arrive, are divided as rows of their total weight."""
+    ids = as_vector("group_ids", group_ids, "pass one id per row")
+    if ids.shape != values.shape:
+        raise InvalidInput(must("group_ids", f"have shape {values.shape}", ids.shape, "pass one id per row"))
+    number: dict[Any, int] = {}
+    group = np.array([number.setdefault(name, len(number)) for name in ids.tolist()], dtype=np.int64)
+    if k > len(number):
+        raise InfeasiblePlan(
+            must(
+                "k",
+                f"be at most the number of groups, {len(number)}",
+                k,
+                f"use k <= {len(number)} or do not keep groups whole",
+            )
+        )
+    size = counts(group, len(number))
+    if equal_size and ((size != size[0]).any() or size.size % k):
         raise InfeasiblePlan(
             must(
                 "group_ids",
@@ -158,16 +168,4 @@ def _partition_groups(
                 "pass equal_size=False",
             )
         )
-    return algorithm(weight, k, equal_size=True)[unit]
-
-
-def _without_empty_parts(part: IntArray, values: FloatArray, k: int) -> IntArray:
-    """Give each empty part the lightest row of the part with the most rows (rows of weight 0 may pile up)."""
-    count = counts(part, k)
-    for p in np.flatnonzero(count == 0):
-        rows = np.flatnonzero(part == int(count.argmax()))
-        row = rows[int(values[rows].argmin())]
-        count[part[row]] -= 1
-        part[row] = p
-        count[p] = 1
-    return part
+    return _divide(algorithm, sums(group, values, size.size), k, equal_size=equal_size)[group]

@@ -2,8 +2,8 @@
 
 N. Karmarkar and R. M. Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982; k-way form after
 W. Michiels et al., "Performance ratios for the differencing method", 2012. A state holds k partial sums; the two states
-of widest spread are merged, largest sum with smallest, until one is left. Sums are numpy arrays and a part is a tree
-of merges, so that a merge costs O(k log k) whatever the parts hold.
+of widest spread are merged, largest sum with smallest, until one is left. A part is a tree of merges, so that a merge
+costs O(k log k) whatever the parts hold.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import heapq
 
 import numpy as np
 
-from equipoise._arrays import FloatArray, IntArray
+from equipoise._arrays import FloatArray, IntArray, iota
 
 _NO_ROW = -1
 
@@ -29,23 +29,26 @@ def equal_size(weights: FloatArray, k: int) -> IntArray:
     """
     n = weights.size
     falling = np.argsort(-weights, kind="stable").reshape(-1, k)
-    states: list[tuple[FloatArray, IntArray]] = [(weights[rows], rows[:, None]) for rows in falling]
-    heap = [(-(float(sums[0]) - float(sums[-1])), i) for i, (sums, _) in enumerate(states)]
+    # sums of the parts, falling, and a node for each: node i < n is row i, later ones join two nodes
+    states: list[tuple[FloatArray, IntArray]] = [(weights[rows], rows) for rows in falling]
+    joined: list[tuple[IntArray, IntArray]] = []
+    heap = [(-float(sums[0] - sums[-1]), i) for i, (sums, _) in enumerate(states)]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, first = heapq.heappop(heap)
         _, second = heapq.heappop(heap)
-        (sums_a, rows_a), (sums_b, rows_b) = states[first], states[second]
+        (sums_a, nodes_a), (sums_b, nodes_b) = states[first], states[second]
         sums = sums_a + sums_b[::-1]
-        rows = np.concatenate([rows_a, rows_b[::-1]], axis=1)
         order = np.argsort(-sums, kind="stable")
-        states.append((sums[order], rows[order]))
-        states[first] = states[second] = states[-1]  # drops the merged arrays
-        heapq.heappush(heap, (-(float(states[-1][0][0]) - float(states[-1][0][-1])), len(states) - 1))
-    part = np.empty(n, dtype=np.int64)
-    for p, rows in enumerate(states[heap[0][1]][1]):
-        part[rows] = p
-    return part
+        joined.append((nodes_a[order], nodes_b[::-1][order]))
+        states[first] = (sums[order], n + (len(joined) - 1) * k + iota(k))
+        heapq.heappush(heap, (-float(sums[order[0]] - sums[order[-1]]), first))
+    part = np.empty(n + len(joined) * k, dtype=np.int64)
+    part[states[heap[0][1]][1]] = iota(k)
+    for m in range(len(joined) - 1, -1, -1):
+        left, right = joined[m]
+        part[left] = part[right] = part[n + m * k : n + (m + 1) * k]
+    return part[:n]
 
 
 def free_size(weights: FloatArray, k: int) -> IntArray:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray, IntArray, iota
-from equipoise.partition.board import MAX_CANDIDATES, Boards, Rules
+from equipoise.partition.board import Boards, Rules
 
 _NUM_PARTNER_CELLS = 24
+_MAX_SWAPS = 500_000  # looked at in one step
+_COST_OF_A_STEP = 20_000  # in swaps: what the numpy calls of one step cost beside them
 
 
 def even_out_loads(boards: Boards, rules: Rules, *, max_rounds: int = 48, tolerance: float = 2e-4) -> None:
@@ -84,13 +86,13 @@ def _over_cap(boards: Boards, cap: int) -> BoolArray:
     return (boards.fill > cap) & (boards.count > 1)
 
 
-def polish(boards: Boards, rules: Rules, *, max_steps: int = 400, tolerance: float | None = None) -> None:
+def polish(boards: Boards, rules: Rules, *, max_swaps: int = 15_000_000, tolerance: float | None = None) -> None:
     """Steepest exact steps on each board, from the fullest cell of the column that stands highest above its mean.
 
     Args:
         boards: changed in place; the lockstep cost of a board never rises.
         rules: what a change must respect.
-        max_steps: a bound on the time, for each board.
+        max_swaps: swaps looked at, a bound on the time of each board.
         tolerance: leave a column whose fullest cell is within this share of its mean; None for one that small boards
             get exactly and large ones within 2e-4.
 
@@ -99,25 +101,27 @@ def polish(boards: Boards, rules: Rules, *, max_steps: int = 400, tolerance: flo
         tolerance = 1e-9 if boards.num_rows <= 64 else 2e-4
     for j in range(boards.num_boards):
         stuck = np.zeros(boards.num_columns, dtype=np.bool_)
-        for _ in range(max_steps):
-            if not _step(boards, j, rules, stuck, tolerance):
-                break
+        looked_at = 0
+        while looked_at < max_swaps and (swaps := _step(boards, j, rules, stuck, tolerance)):
+            looked_at += swaps
 
 
-def _step(boards: Boards, j: int, rules: Rules, stuck: BoolArray, tolerance: float) -> bool:
-    """Try the column with the most to win; True while some column may still be improved."""
+def _step(boards: Boards, j: int, rules: Rules, stuck: BoolArray, tolerance: float) -> int:
+    """Try the column with the most to win; how many swaps were looked at, 0 once no column may be improved."""
     load = boards.load[j]
     columns = load.reshape(boards.num_columns, boards.num_ranks)
     top = columns.max(axis=1)
     slack: FloatArray = np.where(stuck, -1.0, top - columns.mean(axis=1))
     column = int(slack.argmax())
     if slack[column] <= tolerance * top[column]:
-        return False
+        return 0
     cell = column * boards.num_ranks + int(columns[column].argmax())
     second = float(np.partition(columns[column], -2)[-2])
     column_top = top[boards.column_of]
+    looked_at = 0
     for among in _partner_cells(column_top - load):
         swaps = _Swaps.of(boards, j, cell, rules, among)
+        looked_at += swaps.shift.size + _COST_OF_A_STEP
         grown = load[swaps.partner_cell] + swaps.shift
         here: FloatArray = np.maximum(second, load[cell] - swaps.shift)
         in_column = boards.column_of[swaps.partner_cell] == column
@@ -128,9 +132,9 @@ def _step(boards: Boards, j: int, rules: Rules, stuck: BoolArray, tolerance: flo
         if change[a, b] < -1e-9 * top[column]:
             swaps.apply(boards, j, cell, a, b)
             stuck[:] = False
-            return True
+            return looked_at
     stuck[column] = True
-    return not stuck.all()
+    return 0 if stuck.all() else looked_at
 
 
 def _partner_cells(room: FloatArray) -> Iterator[IntArray | None]:
@@ -173,7 +177,7 @@ class _Swaps:
                 targets = targets[rank_of[targets] == rank_of[cell]]
             partner_row = np.concatenate([partner_row, np.full(targets.size, n, dtype=np.int64)])
             partner_cell = np.concatenate([partner_cell, targets])
-        rows = _spread(boards.slots[j, cell, : count[cell]], cost, MAX_CANDIDATES // partner_row.size)
+        rows = _spread(boards.slots[j, cell, : count[cell]], cost, _MAX_SWAPS // partner_row.size)
         shift = cost[rows][:, None] - cost[partner_row]
         allowed: BoolArray = (shift > 0) & (partner_cell != cell)
         if rules.cap is not None:

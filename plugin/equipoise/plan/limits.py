@@ -8,19 +8,10 @@ import warnings
 
 from equipoise._arrays import IntArray
 from equipoise.errors import EquipoiseWarning, InfeasiblePlan, must
+from equipoise.partition.pack import round_up
 from equipoise.plan import starts
 from equipoise.plan.layout import Layout, MiniBatch
 from equipoise.plan.spec import StepSpec
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple that is not below ``value``.
-
-    >>> round_up(5, 4)
-    8
-    """
-    return -(-value // multiple) * multiple
-
 
 # -- numbers of rows --------------------------------------------------------------------------------------------------
 
