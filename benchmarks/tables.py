@@ -41,7 +41,7 @@ def report(run: Run, timings: Sequence[Timing], notes: Iterable[str]) -> str:
         "## Skipped",
         _list(skipped(run), "Nothing."),
         "## Speed: processor milliseconds by rows x ranks x steps, log-normal lengths, cap 32768",
-        table(*speed(timings)),
+        table(*speed(timings)) if timings else "Not measured.\n",
         "## Every cell: length set / rows x ranks x steps / cap",
         *(f"### {cell}\n\n{table(*cell_rows(run, cell))}" for cell in run.cells()),
     ]
@@ -109,7 +109,7 @@ def behind(run: Run) -> dict[str, list[str]]:
         for lines, found in ((same, better[False]), (other, better[True])):
             if found:
                 value, peer = min(found)
-                others = f"; {len(found) - 1} more peers below {own:.4f}" if len(found) > 1 else ""
+                others = f"; {len(found) - 1} more below {own:.4f}" if len(found) > 1 else ""
                 lines.append(f"{figure}, {cell}: {own:.4f}, {peer} {value:.4f}{others}")
     return {
         "a peer on the same terms": same,
