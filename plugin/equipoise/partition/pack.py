@@ -95,10 +95,11 @@ def fewest_groups(tokens: IntArray, capacity: int) -> int:
     rest = np.sort(tokens[tokens <= capacity])
     if not rest.size:
         return over
-    upto: IntArray = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(rest)])
+    upto: IntArray = np.concatenate([np.zeros(1, dtype=np.int64), np.asarray(np.cumsum(rest), dtype=np.int64)])
     best = -(-int(upto[-1]) // capacity)
     half = int(np.searchsorted(rest, capacity // 2, side="right"))  # rows from here on are above half
-    for small in np.unique(np.concatenate([[0], rest[:half]])).tolist():
+    smalls: list[int] = [0, *np.unique(rest[:half]).tolist()]
+    for small in smalls:
         large = int(np.searchsorted(rest, capacity - small, side="right"))
         first = int(np.searchsorted(rest, small, side="left"))
         middle = int(upto[large] - upto[half])

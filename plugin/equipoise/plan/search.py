@@ -6,11 +6,15 @@ import numpy as np
 
 from equipoise._arrays import sums
 from equipoise.partition.board import Boards, Rules
+from equipoise.partition.bounds import mini_batch_bound
+from equipoise.partition.deepen import MAX_ROWS, SmallBoard, deepen
 from equipoise.partition.refine import even_out_loads, fit_cap, polish
 from equipoise.plan import starts
 from equipoise.plan.layout import Layout, MiniBatch
 from equipoise.plan.limits import fewest_columns, most_columns, out_of_room, roomiest
 from equipoise.plan.spec import StepSpec
+
+_DEEP_LOADS = 12_000_000  # of all small mini-batches together: some 0.1 s
 
 
 def search(minis: list[MiniBatch], spec: StepSpec) -> list[Layout]:
@@ -80,7 +84,27 @@ def _search_together(minis: list[MiniBatch], num_columns: int, spec: StepSpec) -
     boards = boards.select(best)
     polish(boards, rules)
     layouts = [Layout(mini, num_columns, boards.cell[j]) for j, mini in enumerate(minis)]
+    layouts = [_deepened(layout, spec, _DEEP_LOADS // len(layouts)) for layout in layouts]
     return [layout if layout.legal(spec.cap) else None for layout in layouts]
+
+
+def _deepened(layout: Layout, spec: StepSpec, max_loads: int) -> Layout:
+    """A small layout after a harder search; a large one, or one that breaks the cap, as it is."""
+    mini = layout.mini
+    if mini.cost.size > MAX_ROWS or mini.dp_size == 1 or not layout.legal(spec.cap):
+        return layout
+    board = SmallBoard(
+        cost=mini.cost,
+        tokens=mini.tokens,
+        kind=mini.padding.astype(np.int64),
+        num_ranks=mini.dp_size,
+        num_columns=layout.num_columns,
+    )
+    goal = mini_batch_bound(
+        mini.cost, mini.tokens, num_ranks=mini.dp_size, cap=spec.cap, rows_per_rank=int(mini.rows.min())
+    )
+    rules = _rules(spec, layout.num_columns)
+    return Layout(mini, layout.num_columns, deepen(board, layout.cell, rules, goal=goal, max_loads=max_loads))
 
 
 def _last_resort(mini: MiniBatch, spec: StepSpec) -> Layout | None:
