@@ -78,7 +78,6 @@ def build_tiny(path: Path) -> TinyPaths:
 
     Args:
         path: folder to write into; made if need be.
-
     """
     import pandas as pd
 

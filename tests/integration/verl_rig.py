@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -38,7 +39,7 @@ class Completed:
     """What a run has left."""
 
     returncode: int | None
-    """None where the run was ended by the time limit or after a fatal line in its log."""
+    """None where the run was killed: by its time limit, at ``stop_at``, or after a fatal line in its log."""
     wall_s: float
     log: Path
     metrics: tuple[Mapping[str, Any], ...]
@@ -59,7 +60,9 @@ class Completed:
 @functools.cache
 def tiny() -> TinyPaths:
     """The tiny model and its data, made once a session."""
-    return build_tiny(Path(tempfile.mkdtemp(prefix="equipoise-tiny-")))
+    folder = tempfile.mkdtemp(prefix="equipoise-tiny-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return build_tiny(Path(folder))
 
 
 def tiny_overrides(*, steps: int) -> list[str]:
@@ -105,6 +108,7 @@ def run_verl(
     timeout_s: float,
     cwd: Path,
     critic: bool = False,
+    stop_at: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Completed:
     """``python -m verl.trainer.main_ppo`` on ``dp`` CPU ranks.
@@ -115,6 +119,7 @@ def run_verl(
         timeout_s: the run is killed after this time.
         cwd: folder to run in; gets ``verl.log`` and ``metrics.jsonl``.
         critic: also pass what a critic needs on a CPU, and the tiny model for it.
+        stop_at: pattern; the run is killed when a line of its log matches.
         env: more environment variables.
     """
     cwd.mkdir(parents=True, exist_ok=True)
@@ -139,7 +144,7 @@ def run_verl(
     with log.open("w") as out:
         family = _Family(command, cwd=cwd, env=environment, out=out, mark=mark)
         try:
-            returncode = family.wait(deadline=begin + timeout_s, log=log)
+            returncode = family.wait(deadline=begin + timeout_s, log=log, stop_at=stop_at)
         finally:
             family.kill()
             shutil.rmtree(ray_dir, ignore_errors=True)
@@ -166,8 +171,8 @@ class _Family:
             command, cwd=cwd, env=dict(env), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
 
-    def wait(self, *, deadline: float, log: Path) -> int | None:
-        """Return code, or None at the deadline or some time after a fatal line."""
+    def wait(self, *, deadline: float, log: Path, stop_at: str | None) -> int | None:
+        """Return code, or None at the deadline, at a line that matches, or some time after a fatal one."""
         read = 0
         while time.monotonic() < deadline:
             self.look()
@@ -177,7 +182,10 @@ class _Family:
                 pass
             with log.open(errors="replace") as file:
                 file.seek(read)
-                if _FATAL.search(file.read()):
+                text = file.read()
+                if stop_at is not None and re.search(stop_at, text):
+                    return None
+                if _FATAL.search(text):
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
                 read = file.tell()
         return None

@@ -40,7 +40,6 @@ def row_lengths(position_ids: torch.Tensor) -> list[int]:
 
     >>> row_lengths(torch.tensor([0, 1, 2, 0, 0, 1]))
     [3, 1, 2]
-
     """
     starts = torch.nonzero(torch.diff(position_ids) != 1).flatten() + 1
     edges = [0, *starts.tolist(), position_ids.numel()]
@@ -82,7 +81,6 @@ def varlen_attention(
 
     Returns:
         ``(batch, num_tokens, num_heads, head_dim)``, and None for the scores.
-
     """
     rows = _packed_rows(query, kwargs) if attention_mask is None else None
     if rows is None:

@@ -82,7 +82,6 @@ def generate(
 
     Returns:
         One completion per request, in order.
-
     """
     done = [Completion() for _ in requests]
     if not requests:

@@ -42,7 +42,6 @@ def cpu_overrides(num_ranks: int, *, attention: str = "equipoise_varlen_cpu", cr
 
     >>> [line for line in cpu_overrides(2) if "strategy" in line]
     ['actor_rollout_ref.actor.strategy=fsdp2']
-
     """
     if num_ranks < 1:
         raise InvalidInput(must("num_ranks", "be at least 1", num_ranks, "pass the number of data-parallel ranks"))

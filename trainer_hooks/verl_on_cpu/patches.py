@@ -121,7 +121,7 @@ def _replay_buffer(module: ModuleType) -> None:
 
         def order(key: str) -> tuple[int, list[int]]:
             uid, *rest = key.split("_")
-            return place.get(uid, len(place)), [int(part) for part in rest]
+            return place.get(uid, len(place)), [int(part) if part.isdigit() else 0 for part in rest]
 
         return materialize(self, partition_id, uids, {key: snapshot[key] for key in sorted(snapshot, key=order)})
 

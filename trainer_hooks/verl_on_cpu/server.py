@@ -12,7 +12,6 @@ Environment:
     EQUIPOISE_CPU_LEN_SKEW: a number ``a`` > 0 gives each sample a limit of ``max(1, max_tokens * u**a)`` tokens, with
         ``u`` uniform and fixed by the sample's seed: a long tail of lengths for models that never emit a stop token.
         With 3, half of the samples are shorter than an eighth of the limit.
-
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -80,7 +79,6 @@ def read_request(
         seed: of the server.
         max_new_tokens: limit where the parameters have none, and never exceeded.
         stream: name of the sample where the parameters have none.
-
     """
     params = dict(sampling_params)
     prompt = tuple(int(token) for token in prompt_ids)

@@ -1,0 +1,158 @@
+# pyright: reportUnknownMemberType=false
+# psutil ships no types.
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_environment
+from tests.integration.verl_rig import Completed, run_verl, tiny_overrides
+
+pytestmark = pytest.mark.slow
+
+
+def _is_finite(run: Completed) -> bool:
+    values = [value for row in run.metrics for value in row.values() if isinstance(value, float | int)]
+    return bool(values) and all(math.isfinite(value) for value in values)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Completed:
+    """GRPO, two ranks, two steps, packed rows, validation before and after."""
+    overrides = [*tiny_overrides(steps=2), "trainer.val_before_train=True", "trainer.test_freq=2"]
+    return run_verl(overrides, dp=2, timeout_s=280, cwd=tmp_path_factory.mktemp("packed")).checked()
+
+
+def test_trains_and_validates_on_two_ranks(packed: Completed) -> None:
+    assert [row["step"] for row in packed.metrics] == [0, 1, 2]
+    assert _is_finite(packed)
+    assert all(norm > 0 for norm in packed.series("actor/grad_norm"))
+    first, last = packed.series("val-aux/tiny/sum/reward/mean@1")
+    assert last > first  # two steps are enough for the model to prefer digits
+
+
+def test_the_actor_gives_samples_the_probabilities_they_were_drawn_with(packed: Completed) -> None:
+    differences = packed.series("training/rollout_probs_diff_max")
+    assert len(differences) == 2
+    assert max(differences) < 1e-6  # step 2 was sampled with weights that went over to the servers
+
+
+def test_padded_rows_train_alike_and_the_samples_repeat(packed: Completed, tmp_path: Path) -> None:
+    overrides = [*tiny_overrides(steps=2), "actor_rollout_ref.model.use_remove_padding=False"]
+    padded = run_verl(overrides, dp=2, timeout_s=280, cwd=tmp_path).checked()
+    assert padded.series("response_length/mean") == packed.series("response_length/mean")
+    assert padded.series("critic/score/mean") == packed.series("critic/score/mean")
+    assert padded.series("actor/grad_norm") == pytest.approx(packed.series("actor/grad_norm"), rel=1e-4)
+    assert padded.series("actor/pg_loss") == pytest.approx(packed.series("actor/pg_loss"), abs=1e-5)
+
+
+def test_trains_a_critic_beside_a_reference(tmp_path: Path) -> None:
+    overrides = [
+        *tiny_overrides(steps=1),
+        "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    ]
+    run = run_verl(overrides, dp=1, critic=True, timeout_s=280, cwd=tmp_path).checked()
+    assert _is_finite(run)
+    assert all(norm > 0 for norm in run.series("critic/grad_norm"))
+    assert all(abs(loss) < 1e-3 for loss in run.series("actor/kl_loss"))  # one mini-batch: the actor is the reference
+    assert run.series("actor/kl_loss")
+
+
+def test_a_server_error_ends_the_run_in_words(tmp_path: Path) -> None:
+    run = run_verl([*tiny_overrides(steps=1), "actor_rollout_ref.rollout.top_p=2"], dp=1, timeout_s=280, cwd=tmp_path)
+    assert run.returncode == 1
+    assert "top_p must be in (0, 1], got 2; pass 1 for all tokens" in run.log.read_text()
+
+
+def test_a_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = {process.pid for process in psutil.process_iter()}
+    run = run_verl(tiny_overrides(steps=1), dp=1, timeout_s=280, stop_at=r"WorkerDict pid=", cwd=tmp_path)
+    assert run.returncode is None
+    assert "WorkerDict pid=" in run.log.read_text()  # so there was something to leave behind
+    left = [process for process in psutil.process_iter() if process.pid not in before]
+    assert [process for process in left if _cwd(process) == str(tmp_path)] == []
+
+
+def _in_verl(code: str, **env: str) -> str:
+    """What ``code`` prints in a process that has verl and this room."""
+    environment = {**cpu_environment(), "PYTHONWARNINGS": "ignore", **env}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_registers_with_verl_and_refuses_a_sharded_rollout() -> None:
+    code = """
+import torch, verl
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.config import RolloutConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import get_rollout_replica_class
+
+print(get_device_name(), get_device_id())
+print(EngineRegistry.get_engine_cls("value_model", "fsdp2").__name__, get_rollout_class("hf_cpu").__name__)
+replica = get_rollout_replica_class("hf_cpu")
+replica(0, RolloutConfig(name="hf_cpu", tensor_model_parallel_size=1), {}, gpus_per_node=2)
+try:
+    replica(0, RolloutConfig(name="hf_cpu", tensor_model_parallel_size=2), {}, gpus_per_node=2)
+except ValueError as error:
+    print(error)
+try:
+    EngineRegistry.get_engine_cls("language_model", "fsdp")
+except ValueError as error:
+    print(error)
+"""
+    lines = _in_verl(code).splitlines()[-4:]
+    assert lines[:2] == ["cpu cpu", "FSDPEngineWithValueHead HFCPUAdapter"]
+    assert lines[2] == (
+        "rollout.tensor_model_parallel_size must be 1, got 2; hf_cpu keeps a whole model in each server"
+    )
+    assert lines[3].startswith("No engine registered for device='cpu'")
+
+
+def test_a_batch_is_in_data_order_however_it_finished() -> None:
+    code = """
+import verl.trainer.ppo.v1.replay_buffer as module
+
+buffer = module.ReplayBuffer("sync", {}, None, "drop", {})
+print(buffer.poll_interval)
+module.tq.kv_clear = lambda **_: None
+buffer.prompt_global_steps["train"] = {"b": 1, "a": 1}
+finished = ["a_1_0", "b_10_0", "a_0_0", "b_2_0", "c_0_0"]
+print(*buffer._materialize_batch("train", ["a", "b"], {key: {"seq_len": 1} for key in finished}).keys)
+"""
+    assert _in_verl(code).splitlines()[-2:] == ["0.1", "b_2_0 b_10_0 a_0_0 a_1_0"]
+
+
+def test_stands_aside_for_another_cpu_platform(tmp_path: Path) -> None:
+    (tmp_path / "another_cpu.py").write_text(
+        "from verl.plugin.platform.platform_cuda import PlatformCUDA\n"
+        "from verl.plugin.platform import PlatformRegistry\n"
+        "PlatformRegistry.register(platform='cpu')(type('Another', (PlatformCUDA,), {}))\n"
+    )
+    code = """
+import verl, verl.workers.rollout.base as base
+from verl.plugin.platform import PlatformRegistry
+
+print(PlatformRegistry.get("cpu").__name__, ("hf_cpu", "async") in base._ROLLOUT_REGISTRY)
+"""
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    output = _in_verl(code, VERL_USE_EXTERNAL_MODULES="another_cpu", PYTHONPATH=os.pathsep.join(path))
+    assert output.splitlines()[-1] == "Another False"
+
+
+def _cwd(process: psutil.Process) -> str | None:
+    try:
+        return process.cwd()
+    except psutil.Error:
+        return None
