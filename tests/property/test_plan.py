@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -97,6 +101,52 @@ def cases(draw: st.DrawFn, *, padding: bool = False, equal_count: bool = True, p
     return Case(lengths, flags, spec)
 
 
+@st.composite
+def tight_cases(draw: st.DrawFn) -> Case:
+    """A few rows for which trying everything is quick, and a cap near the longest."""
+    equal_count = draw(st.booleans())
+    dp = draw(st.integers(1, 3))
+    n = draw(st.integers(1, 8 // dp)) * dp + (0 if equal_count else draw(st.integers(0, dp - 1)))
+    lengths = draw(st.lists(st.integers(1, 30), min_size=n, max_size=n))
+    alone = draw(st.booleans())
+    spec = StepSpec(
+        dp_size=dp,
+        max_token_len_per_gpu=max(1, int(max(lengths) * draw(st.sampled_from([0.5, 0.8] if alone else [1, 1.1, 1.5])))),
+        micro_batch_multiple=draw(st.integers(1, 3)),
+        min_micro_batches=draw(st.integers(1, 3)),
+        equal_count=equal_count,
+        algorithm=draw(st.sampled_from(["refined", "kk", "lpt"])),
+        oversize="alone" if alone else "error",
+    )
+    return Case(np.array(lengths), None, spec)
+
+
+def fits(case: Case) -> bool:
+    """Whether any plan of one mini-batch is within the cap, by trying everything."""
+    spec, lengths = case.spec, sorted(case.lengths.tolist(), reverse=True)
+    rows = [len(lengths) // spec.dp_size + (rank < len(lengths) % spec.dp_size) for rank in range(spec.dp_size)]
+    cap = spec.cap or 0
+
+    def place(at: int, ranks: tuple[tuple[tuple[int, ...], ...], ...]) -> bool:
+        """Rows from ``at`` on find a place, where ``ranks`` holds the rows of each micro-batch so far."""
+        if at == len(lengths):
+            return all(micro for rank in ranks for micro in rank)
+        after = {
+            (*ranks[:r], tuple(sorted((*rank[:m], (*micro, lengths[at]), *rank[m + 1 :]))), *ranks[r + 1 :])
+            for r, rank in enumerate(ranks)
+            if sum(map(len, rank)) < rows[r]
+            for m, micro in enumerate(rank)
+            if (not micro and spec.oversize == "alone") or sum(micro) + lengths[at] <= cap
+        }
+        return any(place(at + 1, ranks) for ranks in sorted(after))
+
+    return any(
+        place(0, (((),) * count,) * spec.dp_size)
+        for count in range(spec.micro_batch_multiple, min(rows) + 1, spec.micro_batch_multiple)
+        if count >= spec.min_micro_batches
+    )
+
+
 def plan_or_reason(case: Case) -> StepPlan | None:
     """The plan, or None after a look at the text of the error."""
     try:
@@ -172,6 +222,57 @@ def test_refined_never_costs_more_than_a_rule_alone_or_the_batch_as_it_came(case
         assert plan.stats.lockstep_cost <= rival.stats.lockstep_cost * (1 + REL), rule
     if incoming_is_legal(case.spec):
         assert plan.stats.lockstep_cost <= plan.incoming.lockstep_cost * (1 + REL)
+
+
+@QUICK
+@given(tight_cases())
+def test_a_small_batch_is_refused_only_where_nothing_fits(case: Case) -> None:
+    plan = plan_or_reason(case)
+    assert (plan is not None) == fits(case)
+    if plan is not None:
+        case.check(plan)
+
+
+@QUICK
+@given(tight_cases())
+def test_the_cap_that_a_refusal_names_is_enough(case: Case) -> None:
+    try:
+        case.plan()
+    except InfeasiblePlan as error:
+        if found := re.search(r"max_token_len_per_gpu must .* raise it to (\d+)", str(error)):
+            cap = {"max_token_len_per_gpu": int(found[1])}
+            assert int(found[1]) > (case.spec.max_token_len_per_gpu or 0)
+            case.check(case.plan(**cap), **cap)
+
+
+FRESH = """
+import hashlib, numpy as np, equipoise as eq
+digest = hashlib.sha256()
+for seed, composition in ((0, "keep"), (1, "stratified")):
+    lengths = np.random.default_rng(seed).integers(1, 5000, 512)
+    spec = eq.StepSpec(dp_size=8, num_mini_batches=4, max_token_len_per_gpu=20000, composition=composition, seed=seed)
+    plan = eq.plan_step(lengths, spec, is_padding=np.arange(512) >= 500)
+    parts = eq.partition(lengths, 7, group_ids=[f"uid {i % 40}" for i in range(512)])
+    for array in (plan.order, *plan.sizes, *parts):
+        digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+print(digest.hexdigest())
+"""
+
+
+def test_every_process_makes_the_same_plan() -> None:
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", FRESH],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("0", "1", "4711")
+    }
+    assert len(digests) == 1
+    assert len(digests.pop()) == 65
 
 
 @QUICK

@@ -72,6 +72,8 @@ class StepSpec:
                         "choose fixed micro-batches or the token cap",
                     )
                 )
+        if isinstance(self.seed, bool) or not hasattr(self.seed, "__index__") or self.seed < 0:
+            raise InvalidInput(must("seed", "be a whole number of at least 0", self.seed, "use 0"))
         for field, options in (("algorithm", Algorithm), ("composition", Composition), ("oversize", Oversize)):
             value = getattr(self, field)
             if value not in get_args(options):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from equipoise._arrays import BoolArray
+from equipoise._checks import as_vector
 from equipoise.errors import InvalidInput, must
 from equipoise.plan.layout import MiniBatch, dispatch_order
 from equipoise.plan.limits import check_counts, check_oversize
@@ -95,7 +96,7 @@ def plan_step(
 def _flags(is_padding: Any, n: int) -> BoolArray:
     if is_padding is None:
         return np.zeros(n, dtype=bool)
-    flags = np.asarray(is_padding)
+    flags = as_vector("is_padding", is_padding, "pass one flag per row")
     if flags.shape != (n,):
         raise InvalidInput(must("is_padding", f"have shape {(n,)}", flags.shape, "pass one flag per row"))
     if flags.dtype.kind not in "biuf" or not np.isin(flags, (0, 1)).all():

@@ -1,0 +1,482 @@
+"""Reported cases of the planner, each a row of a table kept by its id, and the text of every refusal: what it names,
+and that its remedy works."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from equipoise import (
+    EquipoiseWarning,
+    InfeasiblePlan,
+    InvalidInput,
+    StepPlan,
+    StepSpec,
+    TokenCost,
+    plan_step,
+    required_batch_multiple,
+)
+from tests.plan_checker import check_plan
+
+IntArray = npt.NDArray[np.int64]
+
+
+def planned(lengths: Any, spec: StepSpec, *, is_padding: Any = None) -> StepPlan:
+    """A plan that keeps every promise."""
+    plan = plan_step(lengths, spec, is_padding=is_padding)
+    check_plan(plan, [int(length) for length in lengths], spec, is_padding=is_padding)
+    return plan
+
+
+def draw(n: int, seed: int = 0, longest: int = 8192) -> IntArray:
+    return np.clip(np.random.default_rng(seed).lognormal(6.5, 1.0, n), 1, longest).astype(np.int64)
+
+
+def rows_by_rank(plan: StepPlan) -> list[int]:
+    return [plan.rank_rows(rank).size for rank in range(plan.dp_size)]
+
+
+# -- batch size and divisibility --------------------------------------------------------------------------------------
+
+
+def test_a1_rows_are_dealt_to_data_parallel_ranks_not_to_the_world() -> None:
+    plan = planned(draw(16), StepSpec(dp_size=8))  # 32 processes, of which tensor × pipeline = 4 share their rows
+    assert rows_by_rank(plan) == [2] * 8
+
+
+def test_a2_uneven_counts_differ_by_at_most_one() -> None:
+    plan = planned(draw(206), StepSpec(dp_size=4, equal_count=False))
+    assert sorted(rows_by_rank(plan)) == [51, 51, 52, 52]
+    tokens = [int(draw(206)[plan.rank_rows(rank)].sum()) for rank in range(4)]
+    assert max(tokens) <= 1.1 * min(tokens)
+
+
+@pytest.mark.parametrize("equal_count", [True, False])
+def test_a2_fewer_rows_than_ranks_is_an_early_error(equal_count: bool) -> None:
+    with pytest.raises(InfeasiblePlan, match=r"dp_size × num_mini_batches = 4 × 1 = 4, got 3; pad to 4 rows"):
+        plan_step([5, 6, 7], StepSpec(dp_size=4, equal_count=equal_count))
+
+
+@pytest.mark.parametrize("n", [4, 5, 9])
+def test_a3_every_row_survives_and_no_rank_is_empty(n: int) -> None:
+    plan = planned(draw(n), StepSpec(dp_size=4, equal_count=False))
+    assert min(rows_by_rank(plan)) >= 1
+    assert sorted(plan.order.tolist()) == list(range(n))
+
+
+def test_a4_padding_up_to_ranks_and_steps_keeps_the_number_of_steps() -> None:
+    spec = StepSpec(dp_size=8, num_mini_batches=4, max_token_len_per_gpu=16384)  # 16 of 64 prompts to a step
+    lengths = draw(1032)
+    with pytest.raises(InfeasiblePlan, match=r"8 × 4 = 32, got 1032; pad to 1056 rows"):
+        plan_step(lengths, spec)
+    padded = np.append(lengths, np.full(24, 2))
+    plan = planned(padded, spec, is_padding=np.arange(1056) >= 1032)
+    assert plan.num_mini_batches == 4
+    assert plan.stats.num_padding == 24
+
+
+def test_a5_required_multiple_is_the_lcm_of_the_roles() -> None:
+    assert required_batch_multiple(8, [64 * 4, 48 * 4]) == 768
+
+
+def test_a6_lcm_rule() -> None:
+    multiple = required_batch_multiple(2, [128])
+    assert -(-298 // multiple) * multiple == 384
+
+
+def test_a7_ten_rows_over_three_ranks() -> None:
+    assert rows_by_rank(planned(draw(10), StepSpec(dp_size=3, equal_count=False))) == [4, 3, 3]
+
+
+def test_a8_fixed_micro_batch_that_does_not_divide_names_a_legal_batch() -> None:
+    spec = StepSpec(dp_size=8, micro_batch_size_per_gpu=3)
+    with pytest.raises(InfeasiblePlan, match=r"8 × 1 × 3 × 1 = 24, got 8; pad to 24 rows or use .* of 1$"):
+        plan_step(draw(8), spec)
+    planned(draw(24), spec)
+    planned(draw(8), dataclasses.replace(spec, micro_batch_size_per_gpu=1))
+
+
+def test_a10_the_number_of_micro_batches_is_rounded_up_to_the_multiple() -> None:
+    spec = StepSpec(dp_size=1, max_token_len_per_gpu=100, micro_batch_multiple=4)
+    plan = planned([30] * 15, spec)  # three to a micro-batch: five are needed
+    assert plan.num_micro_batches == (8,)
+
+
+def test_a10_too_few_rows_for_the_multiple_is_a_clear_error() -> None:
+    spec = StepSpec(dp_size=1, max_token_len_per_gpu=100, micro_batch_multiple=4)
+    with pytest.raises(InfeasiblePlan, match=r"max_token_len_per_gpu.*micro_batch_multiple = 4.*raise it to 120"):
+        plan_step([60] * 5, spec)  # five micro-batches are needed, and eight would leave three empty
+    planned([60] * 5, dataclasses.replace(spec, max_token_len_per_gpu=120))
+
+
+def test_a11_31_rows_over_8_ranks_need_one_more() -> None:
+    with pytest.raises(InfeasiblePlan, match=r"got 31; pad to 32 rows"):
+        plan_step(draw(31), StepSpec(dp_size=8))
+    lengths = np.append(draw(31), 2)
+    plan = planned(lengths, StepSpec(dp_size=8), is_padding=[False] * 31 + [True])
+    assert plan.stats.num_padding == 1
+
+
+def test_a11_an_empty_batch_is_a_clear_error() -> None:
+    with pytest.raises(InvalidInput, match=r"lengths must hold at least one row, got \[\]; skip the step"):
+        plan_step([], StepSpec(dp_size=8))
+
+
+# -- token cap --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cap", "lengths"), [(8, [7] * 8), (32768, [30720] * 16)])
+@pytest.mark.parametrize("algorithm", ["refined", "kk", "lpt"])
+def test_b1_rows_that_fill_the_cap_stand_alone(cap: int, lengths: list[int], algorithm: Any) -> None:
+    plan = planned(lengths, StepSpec(dp_size=1, max_token_len_per_gpu=cap, algorithm=algorithm))
+    assert plan.num_micro_batches == (len(lengths),)
+    assert plan.stats.max_tokens <= cap
+
+
+def test_b2_real_tokens_count_not_the_padded_width() -> None:
+    lengths = np.random.default_rng(0).integers(1, 501, 64)  # of a batch that is 40960 wide
+    planned(lengths, StepSpec(dp_size=4, max_token_len_per_gpu=16384))
+
+
+def test_b3_a_row_above_the_cap_is_an_error_that_names_row_length_and_cap() -> None:
+    with pytest.raises(InfeasiblePlan, match=r"lengths\[2\] must be .* 4096 × 1 = 4096, got 4097; .* to 4097"):
+        plan_step([1, 2, 4097, 4], StepSpec(dp_size=2, max_token_len_per_gpu=4096))
+    planned([1, 2, 4097, 4], StepSpec(dp_size=2, max_token_len_per_gpu=4097))
+
+
+def test_b3_a_row_above_the_cap_may_stand_alone_with_a_warning() -> None:
+    spec = StepSpec(dp_size=2, max_token_len_per_gpu=4096, oversize="alone")
+    with pytest.warns(EquipoiseWarning, match=r"lengths\[2\].*got 4097.*micro-batch of its own"):
+        plan = plan_step([1, 2, 4097, 4], spec)
+    check_plan(plan, [1, 2, 4097, 4], spec)
+    assert [2] in [rows.tolist() for rank in range(2) for rows in plan.micro_batches(rank)[0]]
+
+
+@pytest.mark.parametrize("algorithm", ["refined", "kk", "lpt"])
+@pytest.mark.parametrize("cost", [None, TokenCost()])
+def test_b4_no_micro_batch_is_above_the_cap_whatever_the_objective(algorithm: Any, cost: Any) -> None:
+    for seed in range(20):
+        lengths = np.random.default_rng(seed).integers(1, 9001, 24)
+        plan = plan_step(lengths, StepSpec(dp_size=8, max_token_len_per_gpu=9216, algorithm=algorithm), cost=cost)
+        assert plan.stats.max_tokens <= 9216
+
+
+def test_b5_cap_and_balance_hold_together() -> None:
+    spec = StepSpec(dp_size=8, num_mini_batches=2, max_token_len_per_gpu=16384)
+    plan = planned(draw(512), spec)
+    assert plan.stats.max_tokens <= 16384
+    assert plan.stats.lockstep_cost <= 1.05 * plan.stats.bound
+
+
+# -- the same count on all ranks --------------------------------------------------------------------------------------
+
+
+def test_c3_the_fewest_micro_batches_asked_for_are_made() -> None:
+    plan = planned([1000] * 4, StepSpec(dp_size=1, max_token_len_per_gpu=4096, min_micro_batches=3))
+    assert plan.num_micro_batches == (3,)
+
+
+def test_c5_fixed_micro_batches_that_do_not_divide_are_refused() -> None:
+    spec = StepSpec(dp_size=2, micro_batch_size_per_gpu=2)
+    with pytest.raises(InfeasiblePlan, match=r"2 × 1 × 2 × 1 = 4, got 5; pad to 8 rows or drop to 4"):
+        plan_step(draw(5), spec)
+    planned(draw(8), spec)
+    planned(draw(4), spec)
+
+
+def test_c6_the_number_of_steps_is_the_same_on_every_rank() -> None:
+    plan = planned([30, 20, 10], StepSpec(dp_size=2, equal_count=False))
+    assert [len(plan.micro_batches(rank)) for rank in range(2)] == [1, 1]
+    with pytest.raises(InfeasiblePlan, match=r"2 × 2 = 4, got 3; pad to 4 rows"):
+        plan_step([30, 20, 10], StepSpec(dp_size=2, num_mini_batches=2, equal_count=False))
+
+
+# -- padding, order, cost and speed -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("composition", ["keep", "stratified"])
+def test_d4_padding_is_spread_over_steps_and_ranks(composition: Any) -> None:
+    lengths = np.append(draw(298), np.full(86, 2))
+    is_padding = np.arange(384) >= 298
+    spec = StepSpec(dp_size=2, num_mini_batches=3, max_token_len_per_gpu=16384, composition=composition)
+    plan = planned(lengths, spec, is_padding=is_padding)
+    assert max(plan.num_real_rows) - min(plan.num_real_rows) <= 2
+    real = [[int((~is_padding[np.concatenate(step)]).sum()) for step in plan.micro_batches(rank)] for rank in range(2)]
+    assert all(abs(a - b) <= 1 for a, b in zip(*real, strict=True)), real
+    assert abs(sum(real[0]) - sum(real[1])) <= 1
+
+
+def test_h4_the_cap_does_not_change_the_number_of_updates() -> None:
+    for cap in (None, 65536, 8192):
+        plan = planned(draw(256), StepSpec(dp_size=4, num_mini_batches=4, max_token_len_per_gpu=cap))
+        assert plan.num_mini_batches == len(plan.micro_batches(0)) == 4
+
+
+def test_l2_every_kind_of_lengths_gives_the_same_plan_in_the_same_time() -> None:
+    lengths = draw(2048)
+    spec = StepSpec(dp_size=32, num_mini_batches=4, max_token_len_per_gpu=32768)
+    kinds: dict[str, Any] = {
+        "int64": lengths,
+        "int32": lengths.astype(np.int32),
+        "list": lengths.tolist(),
+        "float": lengths.astype(np.float32),
+        "tensor": torch.from_numpy(lengths),
+        "int32 tensor": torch.from_numpy(lengths.astype(np.int32)),
+    }
+    seconds: dict[str, float] = {}
+    orders: dict[str, list[int]] = {}
+    for name, value in kinds.items():
+        runs: list[float] = []
+        for _ in range(3):
+            start = time.process_time()
+            orders[name] = plan_step(value, spec).order.tolist()
+            runs.append(time.process_time() - start)
+        seconds[name] = min(runs)
+    assert all(order == orders["int64"] for order in orders.values())
+    assert max(seconds.values()) <= 5 * min(seconds.values()) + 0.05, seconds
+
+
+@pytest.mark.parametrize(("cap", "limit_s"), [(None, 5.0), (32768, 20.0)])
+def test_l3_65536_rows_are_planned_in_seconds(cap: int | None, limit_s: float) -> None:
+    lengths = draw(65536)
+    spec = StepSpec(dp_size=512, num_mini_batches=8, max_token_len_per_gpu=cap)
+    start = time.process_time()
+    plan = plan_step(lengths, spec)
+    assert time.process_time() - start < limit_s
+    check_plan(plan, lengths.tolist(), spec)
+
+
+# -- texts: each refusal names the field, the value and the rule, and following it leads to a plan -------------------
+
+REFUSED: dict[str, tuple[int, dict[str, Any], str, str]] = {
+    "rows divide": (30, {"dp_size": 4}, "the number of rows", "30"),
+    "rows divide, few": (3, {"dp_size": 4, "num_mini_batches": 2}, "the number of rows", "3"),
+    "rows, uneven": (3, {"dp_size": 4, "equal_count": False}, "the number of rows", "3"),
+    "fixed": (24, {"dp_size": 4, "micro_batch_size_per_gpu": 4}, "the number of rows", "24"),
+    "fixed, multiple": (
+        24,
+        {"dp_size": 4, "micro_batch_size_per_gpu": 2, "micro_batch_multiple": 2},
+        "the number of rows",
+        "24",
+    ),
+    "fixed, least": (
+        24,
+        {"dp_size": 4, "micro_batch_size_per_gpu": 3, "min_micro_batches": 3},
+        "the number of rows",
+        "24",
+    ),
+    "fixed, uneven": (
+        26,
+        {"dp_size": 4, "micro_batch_size_per_gpu": 2, "equal_count": False},
+        "the number of rows",
+        "26",
+    ),
+    "multiple": (8, {"dp_size": 4, "micro_batch_multiple": 3}, "micro_batch_multiple", "3"),
+    "least": (8, {"dp_size": 4, "min_micro_batches": 3}, "min_micro_batches", "3"),
+    "least, multiple": (
+        20,
+        {"dp_size": 4, "min_micro_batches": 5, "micro_batch_multiple": 2},
+        "min_micro_batches",
+        "5",
+    ),
+    "cap, multiple": (
+        20,
+        {"dp_size": 4, "micro_batch_multiple": 3, "max_token_len_per_gpu": 100},
+        "max_token_len_per_gpu",
+        "100",
+    ),
+    "cap, shared tokens": (
+        20,
+        {"dp_size": 4, "micro_batch_multiple": 3, "max_token_len_per_gpu": 34, "sp_size": 3},
+        "max_token_len_per_gpu",
+        "34",
+    ),
+    "cap, uneven": (
+        18,
+        {"dp_size": 4, "equal_count": False, "max_token_len_per_gpu": 100},
+        "max_token_len_per_gpu",
+        "100",
+    ),
+}
+
+
+def follow(remedy: str, n: int, settings: Mapping[str, Any], field: str) -> tuple[int, dict[str, Any]]:
+    """Rows and settings after one remedy of an error about ``field``."""
+    if found := re.search(r"(?:pad|drop) to (\d+)", remedy):
+        return int(found[1]), dict(settings)
+    if found := re.search(r"use a (\w+) of (\d+)", remedy):
+        return n, {**settings, found[1]: int(found[2])}
+    if found := re.search(r"set equal_count=False", remedy):
+        return n, {**settings, "equal_count": False}
+    found = re.search(r"(?:use at most|raise it to|use) (\d+)", remedy)
+    assert found is not None, f"no value in {remedy!r}"
+    changed: dict[str, Any] = {**settings, field: int(found[1])}
+    return n, changed
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_each_remedy_of_a_refusal_works(name: str) -> None:
+    n, settings, field, value = REFUSED[name]
+    with pytest.raises(InfeasiblePlan) as caught:
+        plan_step([60] * n, StepSpec(**settings))
+    text = str(caught.value)
+    head, remedies = text.split("; ", 1)
+    assert head.startswith(f"{field} must ")
+    assert head.endswith(f", got {value}")
+    for remedy in remedies.split(" or "):
+        rows, changed = follow(remedy, n, settings, field)
+        assert (rows, changed) != (n, settings), remedy
+        spec = StepSpec(**changed)
+        lengths = [60] * min(rows, n) + [2] * max(rows - n, 0)
+        planned(lengths, spec, is_padding=[row >= n for row in range(rows)])
+
+
+def test_the_remedy_for_too_few_real_rows_works() -> None:
+    is_padding = np.arange(32) >= 3
+    lengths = np.where(is_padding, 2, 50)
+    spec = StepSpec(dp_size=8, num_mini_batches=4)
+    with pytest.raises(InfeasiblePlan, match=r"num_mini_batches must be at most .* 3, .* got 4; use 2$"):
+        plan_step(lengths, spec, is_padding=is_padding)  # 3 steps of 32 rows would leave ranks uneven
+    planned(lengths, dataclasses.replace(spec, num_mini_batches=2), is_padding=is_padding.tolist())
+
+
+def test_a_batch_of_padding_only_is_refused() -> None:
+    with pytest.raises(InfeasiblePlan, match=r"number of real rows, 0.*skip the step"):
+        plan_step([2] * 4, StepSpec(dp_size=2), is_padding=[True] * 4)
+
+
+def test_several_rows_above_the_cap_are_counted() -> None:
+    with pytest.raises(InfeasiblePlan, match=r"lengths\[1\].*got 30.*\(2 rows are above the cap\)"):
+        plan_step([1, 30, 20, 3], StepSpec(dp_size=2, max_token_len_per_gpu=10))
+
+
+def test_the_remedy_for_a_long_row_counts_the_gpus_that_share_it() -> None:
+    with pytest.raises(InfeasiblePlan, match=r"10 × 3 = 30, got 37; raise max_token_len_per_gpu to 13 "):
+        plan_step([1, 37], StepSpec(dp_size=2, max_token_len_per_gpu=10, sp_size=3))
+    planned([1, 37], StepSpec(dp_size=2, max_token_len_per_gpu=13, sp_size=3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"dp_size": 0}, r"dp_size must be a whole number of at least 1, got 0; pass the number"),
+        ({"dp_size": 2.0}, r"dp_size must be a whole number of at least 1, got 2.0"),
+        ({"dp_size": True}, r"dp_size must be a whole number of at least 1, got True"),
+        ({"num_mini_batches": 0}, r"num_mini_batches must be .* got 0"),
+        ({"sp_size": -1}, r"sp_size must be .* got -1; use 1"),
+        ({"micro_batch_multiple": 0}, r"micro_batch_multiple must be .* got 0; use 1"),
+        ({"min_micro_batches": 0}, r"min_micro_batches must be .* got 0; use 1"),
+        ({"max_token_len_per_gpu": 0}, r"max_token_len_per_gpu must be .* got 0"),
+        ({"micro_batch_size_per_gpu": 0}, r"micro_batch_size_per_gpu must be .* got 0"),
+        (
+            {"micro_batch_size_per_gpu": 2, "max_token_len_per_gpu": 9},
+            r"micro_batch_size_per_gpu must be None when max_token_len_per_gpu is given, got 2; choose",
+        ),
+        ({"algorithm": "refind"}, r"algorithm must be one of .*, got 'refind'; did you mean 'refined'\?"),
+        ({"composition": "kept"}, r"composition must be one of .*, got 'kept'; did you mean 'keep'\?"),
+        ({"oversize": "x"}, r"oversize must be one of .*, got 'x'; known: alone, error"),
+        ({"seed": -1}, r"seed must be a whole number of at least 0, got -1"),
+    ],
+)
+def test_settings_that_break_their_rule_are_named(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidInput, match=text):
+        StepSpec(**dict[str, Any](dp_size=2) | settings)
+
+
+@pytest.mark.parametrize(
+    ("is_padding", "text"),
+    [
+        ([False], r"is_padding must have shape \(2,\), got \(1,\)"),
+        ([False, 2], r"is_padding must hold only True and False"),
+        (["a", "b"], r"is_padding must hold only True and False"),
+        ([[False], [False, True]], r"is_padding must be"),
+    ],
+)
+def test_flags_that_are_none_are_refused(is_padding: Any, text: str) -> None:
+    with pytest.raises(InvalidInput, match=text):
+        plan_step([1, 2], StepSpec(dp_size=2), is_padding=is_padding)
+
+
+def test_flags_may_be_a_tensor() -> None:
+    lengths = [9, 8, 7, 2]
+    plan = plan_step(lengths, StepSpec(dp_size=2), is_padding=torch.tensor([0, 0, 0, 1]))
+    check_plan(plan, lengths, plan.spec, is_padding=[False, False, False, True])
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
+    with pytest.raises(InvalidInput, match=rf"rank must be from 0 to 1, got {rank}"):
+        plan_step([1, 2], StepSpec(dp_size=2)).micro_batches(rank)
+
+
+# -- the result -------------------------------------------------------------------------------------------------------
+
+
+def test_plans_are_read_only() -> None:
+    plan = plan_step(draw(16), StepSpec(dp_size=2))
+    for array in (plan.order, plan.inverse, plan.sizes[0], plan.num_real_rows):
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
+
+
+def test_metrics_compare_the_plan_with_the_batch_as_it_came() -> None:
+    plan = planned([100, 90, 1, 2], StepSpec(dp_size=2, max_token_len_per_gpu=200))
+    metrics = plan.metrics("b/")
+    assert metrics["b/lockstep_over_bound"] == plan.stats.lockstep_cost / plan.stats.bound
+    assert metrics["b/lockstep_over_bound_incoming"] > 1.5 > metrics["b/lockstep_over_bound"]
+    assert metrics["b/efficiency"] == plan.stats.bound / plan.stats.lockstep_cost
+    assert 0 <= metrics["b/idle_share"] < metrics["b/idle_share_incoming"] < 1
+    assert metrics["b/num_padding"] == 0.0
+    assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_rows_that_cost_nothing_are_planned_and_measured() -> None:
+    plan = planned([0] * 8, StepSpec(dp_size=2, num_mini_batches=2, max_token_len_per_gpu=1))
+    assert plan.stats.efficiency == 1.0
+    assert plan.metrics()["balance/lockstep_over_bound"] == 1.0
+
+
+def test_the_costliest_micro_batch_runs_first() -> None:
+    lengths = draw(256)
+    plan = planned(lengths, StepSpec(dp_size=4, num_mini_batches=2, max_token_len_per_gpu=10000))
+    cost = 24576.0 * lengths + lengths.astype(np.float64) ** 2
+    for j in range(2):
+        columns = zip(*(plan.micro_batches(rank)[j] for rank in range(4)), strict=True)
+        tops = [max(float(cost[rows].sum()) for rows in column) for column in columns]
+        assert len(tops) > 1
+        assert tops == sorted(tops, reverse=True)
+
+
+def test_the_figures_of_the_batch_as_it_came() -> None:
+    lengths = [9, 1, 5, 5]
+    plan = plan_step(lengths, StepSpec(dp_size=2, max_token_len_per_gpu=10), cost=TokenCost())
+    assert plan.incoming.lockstep_cost == 10.0
+    plan = plan_step([6, 5, 1, 2], StepSpec(dp_size=2, max_token_len_per_gpu=10), cost=TokenCost())
+    assert plan.incoming.num_micro_batches == 2  # 6 and 5 do not fit together
+    assert plan.incoming.lockstep_cost == 6.0 + 5.0
+
+
+def test_stratified_steps_are_alike_and_drawn_by_the_seed() -> None:
+    lengths = np.sort(draw(512))
+    spec = StepSpec(dp_size=4, num_mini_batches=4, composition="stratified")
+    plan = planned(lengths, spec)
+    rows = [np.concatenate([np.concatenate(plan.micro_batches(rank)[j]) for rank in range(4)]) for j in range(4)]
+    tokens = [int(lengths[step].sum()) for step in rows]
+    assert max(tokens) < 1.1 * min(tokens)
+    assert planned(lengths, spec).order.tolist() == plan.order.tolist()
+    assert planned(lengths, dataclasses.replace(spec, seed=1)).order.tolist() != plan.order.tolist()
+
+
+def test_no_warning_without_a_long_row() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned(draw(16), StepSpec(dp_size=2, max_token_len_per_gpu=8192, oversize="alone"))
