@@ -16,6 +16,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from equipoise import EquipoiseWarning, InfeasiblePlan, StepPlan, StepSpec, plan_step
+from equipoise.plan.makeup import rank_rows
 from tests.plan_checker import REL, check_plan, incoming_is_legal
 
 QUICK = settings(max_examples=100, deadline=None, derandomize=True)
@@ -94,7 +95,7 @@ def cases(draw: st.DrawFn, *, padding: bool = False, equal_count: bool = True, p
         micro_batch_multiple=1 if plain else draw(st.sampled_from([1, 1, 2, 3])),
         min_micro_batches=draw(st.integers(1, rows)) if plain else draw(st.sampled_from([1, 1, 2, 3, 5])),
         equal_count=equal_count,
-        composition=draw(st.sampled_from(["keep", "stratified"])),
+        composition=draw(st.sampled_from(["keep", "stratified", "sorted"])),
         algorithm=draw(st.sampled_from(["refined", "refined", "kk", "lpt"])),
         seed=draw(st.integers(0, 3)),
     )
@@ -248,7 +249,7 @@ def test_the_cap_that_a_refusal_names_is_enough(case: Case) -> None:
 FRESH = """
 import hashlib, numpy as np, equipoise as eq
 digest = hashlib.sha256()
-for seed, composition in ((0, "keep"), (1, "stratified")):
+for seed, composition in ((0, "keep"), (1, "stratified"), (2, "sorted")):
     lengths = np.random.default_rng(seed).integers(1, 5000, 512)
     spec = eq.StepSpec(dp_size=8, num_mini_batches=4, max_token_len_per_gpu=20000, composition=composition, seed=seed)
     plan = eq.plan_step(lengths, spec, is_padding=np.arange(512) >= 500)
@@ -284,3 +285,25 @@ def test_the_same_input_gives_the_same_plan(case: Case) -> None:
     second = case.plan()
     assert first.order.tobytes() == second.order.tobytes()
     assert [sizes.tolist() for sizes in first.sizes] == [sizes.tolist() for sizes in second.sizes]
+
+
+@QUICK
+@given(
+    st.integers(1, 16),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 15), st.floats(0, 1)), min_size=1, max_size=6),
+    st.booleans(),
+)
+def test_ranks_get_their_rows_and_their_real_rows_evenly(
+    dp: int, steps: list[tuple[int, int, float]], even: bool
+) -> None:
+    sizes = np.array([dp * rows + (0 if even else extra % dp) for rows, extra, _ in steps])
+    real = np.array([max(1, int(size * share)) for size, (_, _, share) in zip(sizes.tolist(), steps, strict=True)])
+    rows, real_rows = rank_rows(sizes, real, dp)
+    assert rows.sum(axis=1).tolist() == sizes.tolist()
+    assert real_rows.sum(axis=1).tolist() == real.tolist()
+    assert (real_rows <= rows).all()
+    for counts in (rows, real_rows):
+        assert (counts.max(axis=1) - counts.min(axis=1)).max() <= 1
+    assert np.ptp(rows.sum(axis=0)) <= 1
+    if even:
+        assert np.ptp(real_rows.sum(axis=0)) <= 1

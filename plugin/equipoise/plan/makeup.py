@@ -37,7 +37,8 @@ def mini_batch_rows(lengths: IntArray, is_padding: BoolArray, spec: StepSpec) ->
         real_order = np.flatnonzero(~is_padding)
         real_parts = np.split(real_order, np.cumsum(split_sizes(real_order.size, spec.num_mini_batches))[:-1])
     else:
-        real_parts = _stratified(lengths, np.flatnonzero(~is_padding), spec)
+        deal = _stratified if spec.composition == "stratified" else _sorted
+        real_parts = deal(lengths, np.flatnonzero(~is_padding), spec)
     padding = np.flatnonzero(is_padding)
     room = blocks - np.array([rows.size for rows in real_parts])
     pads = np.split(padding, np.cumsum(room)[:-1])
@@ -57,23 +58,28 @@ def _stratified(lengths: IntArray, real: IntArray, spec: StepSpec) -> list[IntAr
     return [np.sort(falling[step == j]) for j in range(steps)]
 
 
+def _sorted(lengths: IntArray, real: IntArray, spec: StepSpec) -> list[IntArray]:
+    """Rows in falling length, cut into mini-batches: the first one holds the longest."""
+    falling = real[np.argsort(-lengths[real], kind="stable")]
+    return np.split(falling, np.cumsum(split_sizes(real.size, spec.num_mini_batches))[:-1])
+
+
 def rank_rows(sizes: IntArray, real: IntArray, dp_size: int) -> tuple[IntArray, IntArray]:
     """Rows and real rows of each rank in each mini-batch, each shape (num_mini_batches, dp_size).
 
-    Both are dealt out evenly. What is left over goes to ranks in turn, so that a rank's totals over all mini-batches
-    differ by at most 1 as well; real rows go first to ranks that have a row more.
+    Both are dealt out evenly. Of the rows that are left over, a mini-batch gives one each to ranks in turn, so that a
+    rank's rows over all mini-batches differ by at most 1 as well. Real rows that are left over go to ranks that have a
+    row more, and among equals to those with the fewest real rows so far.
     """
     rows = np.empty((sizes.size, dp_size), dtype=np.int64)
     real_rows = np.empty_like(rows)
     rank = np.arange(dp_size)
-    row_turn = real_turn = 0
+    turn = 0
     for j, (size, num_real) in enumerate(zip(sizes.tolist(), real.tolist(), strict=True)):
         base, extra = divmod(size, dp_size)
-        rows[j] = base + ((rank - row_turn) % dp_size < extra)
-        row_turn = (row_turn + extra) % dp_size
+        rows[j] = base + ((rank - turn) % dp_size < extra)
+        turn = (turn + extra) % dp_size
         base, extra = divmod(num_real, dp_size)
-        first = np.lexsort(((rank - real_turn) % dp_size, -rows[j]))
         real_rows[j] = base
-        real_rows[j, first[:extra]] += 1
-        real_turn = (real_turn + extra) % dp_size
+        real_rows[j, np.lexsort((real_rows[:j].sum(axis=0), -rows[j]))[:extra]] += 1
     return rows, real_rows
