@@ -86,7 +86,7 @@ def _gradients(model: Any) -> dict[str, torch.Tensor]:
 def test_does_nothing_unless_asked_for(asked: str | None) -> None:
     code = (
         "import sys, equipoise.trainer_hooks.verl_on_cpu, equipoise.trainer_hooks._imports as hooks;"
-        "print(len(hooks._FINDER.hooks), [m for m in ('torch', 'verl', 'ray', 'numpy') if m in sys.modules])"
+        "print(len(hooks._FINDER.hooks), [m for m in ('torch', 'verl', 'ray', 'transformers') if m in sys.modules])"
     )
     environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
     if asked:
