@@ -28,9 +28,9 @@ class EquipoiseConfig:
     algorithm: Literal["refined", "kk", "lpt"] = "refined"
     """How rows are divided: a search, or one of its starting rules alone."""
 
-    composition: Literal["keep", "stratified"] = "keep"
+    composition: Literal["keep", "stratified", "sorted"] = "keep"
     """"keep": each optimizer step has the prompts that the trainer's batch order gives it. "stratified": the same mix
-    of lengths in each."""
+    of lengths in each. "sorted": rows of like length, the longest first; cheapest, and biased."""
 
     cost: Cost = "transformer"
     """"transformer": cost_linear · L + cost_quadratic · L². "token": the tokens. "model": the FLOPs of the actor's own

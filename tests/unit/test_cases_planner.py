@@ -203,7 +203,7 @@ def test_c6_the_number_of_steps_is_the_same_on_every_rank() -> None:
 # -- padding, order, cost and speed -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("composition", ["keep", "stratified"])
+@pytest.mark.parametrize("composition", ["keep", "stratified", "sorted"])
 def test_d4_padding_is_spread_over_steps_and_ranks(composition: Any) -> None:
     lengths = np.append(draw(298), np.full(86, 2))
     is_padding = np.arange(384) >= 298

@@ -9,7 +9,7 @@ from equipoise._checks import positive
 from equipoise.errors import InvalidInput, must, nearest
 
 Algorithm = Literal["refined", "kk", "lpt"]
-Composition = Literal["keep", "stratified"]
+Composition = Literal["keep", "stratified", "sorted"]
 Oversize = Literal["error", "alone"]
 
 
@@ -27,7 +27,9 @@ class StepSpec:
         min_micro_batches: the fewest micro-batches of a mini-batch on a rank.
         equal_count: each rank gets as many rows of each mini-batch. False: counts differ by at most 1.
         composition: "keep" cuts mini-batches from the batch as it came; "stratified" gives each of them the same mix of
-            lengths.
+            lengths; "sorted" gives the first one the longest rows, the next the next ones. Sorted steps cost least and
+            are biased: the number of an optimizer step tells the length of its rows, so that long rows are always
+            learnt from before short ones (``docs/composition.md``).
         algorithm: "refined" (a search from several starts), "kk" or "lpt".
         oversize: what to do with a row above the cap: "error", or "alone" in a micro-batch of its own.
         seed: of the "stratified" composition.
