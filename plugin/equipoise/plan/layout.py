@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, iota, sums
+from equipoise.plan.spec import StepSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,15 @@ class Layout:
     def lockstep(self) -> float:
         """Σ over columns of the largest load."""
         return float(self.loads().max(axis=1).sum())
+
+    def rank(self) -> float:
+        """Largest total of a rank."""
+        return float(self.loads().sum(axis=0).max())
+
+    def value(self, spec: StepSpec) -> float:
+        """What the spec wants to be low: cost by its objective, and the overhead of each micro-batch."""
+        cost = self.lockstep() if spec.objective == "lockstep" else self.rank()
+        return cost + spec.micro_batch_overhead * self.num_columns
 
     def crowded_tokens(self) -> int:
         """Tokens of the fullest cell that holds more than one row; 0 if none does."""

@@ -21,8 +21,10 @@ class PlanStats:
         rank_cost: Σ over mini-batches of the largest total of a rank: ranks meet once per optimizer step.
         bound: Σ over mini-batches of max(mean cost of a rank, cost of the longest row); no plan that keeps the
             mini-batches' rows has a lower cost, of either kind.
+        tight_bound: the same with a bound that knows the cap and the equal row counts (see
+            :mod:`equipoise.partition.bounds`); no plan of these mini-batches has a lower lockstep cost.
         ideal: Σ over mini-batches of the mean cost of a rank.
-        efficiency: bound / lockstep_cost, at most 1.
+        efficiency: tight_bound / lockstep_cost, at most 1.
         max_tokens: tokens of the fullest micro-batch.
         num_micro_batches: micro-batches that one rank runs in the whole step.
         num_padding: padding rows.
@@ -32,6 +34,7 @@ class PlanStats:
     lockstep_cost: float
     rank_cost: float
     bound: float
+    tight_bound: float
     ideal: float
     max_tokens: int
     num_micro_batches: int
@@ -39,8 +42,8 @@ class PlanStats:
 
     @property
     def efficiency(self) -> float:
-        """Bound / lockstep cost; 1 when nothing costs anything."""
-        return self.bound / self.lockstep_cost if self.lockstep_cost > 0 else 1.0
+        """Tight bound / lockstep cost; 1 when nothing costs anything."""
+        return min(1.0, self.tight_bound / self.lockstep_cost) if self.lockstep_cost > 0 else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,7 +143,13 @@ class StepPlan:
 
 
 def measure(
-    cost: FloatArray, lengths: IntArray, order: IntArray, sizes: tuple[IntArray, ...], *, num_padding: int
+    cost: FloatArray,
+    lengths: IntArray,
+    order: IntArray,
+    sizes: tuple[IntArray, ...],
+    *,
+    num_padding: int,
+    tight_bound: float,
 ) -> PlanStats:
     """Cost of the rows laid out as ``order`` and ``sizes`` say.
 
@@ -150,6 +159,7 @@ def measure(
         order: dispatch order, shape (n,).
         sizes: as in :class:`StepPlan`.
         num_padding: padding rows among them.
+        tight_bound: of the mini-batches, whatever their layout.
 
     """
     by_rank = np.concatenate(sizes, axis=1)  # (dp, all micro-batches); row-major it is the dispatch order
@@ -170,6 +180,7 @@ def measure(
         lockstep_cost=float(loads.max(axis=0).sum()),
         rank_cost=rank_cost,
         bound=bound,
+        tight_bound=max(bound, tight_bound),
         ideal=ideal,
         max_tokens=int(tokens.max()),
         num_micro_batches=by_rank.shape[1],

@@ -8,12 +8,14 @@ from equipoise._arrays import sums
 from equipoise.partition.board import Boards, Rules
 from equipoise.partition.bounds import mini_batch_bound
 from equipoise.partition.deepen import MAX_ROWS, SmallBoard, deepen
+from equipoise.partition.ranks import level_ranks
 from equipoise.partition.refine import even_out_loads, fit_cap, polish
 from equipoise.plan import starts
 from equipoise.plan.layout import Layout, MiniBatch
 from equipoise.plan.limits import fewest_columns, most_columns, out_of_room, roomiest
 from equipoise.plan.spec import StepSpec
 
+_WORTH_A_TRY = 0.975  # of a layout's cost: what is closer to its bound is not searched again with more micro-batches
 _DEEP_LOADS = 12_000_000  # of all small mini-batches together: some 0.1 s
 
 
@@ -32,6 +34,13 @@ def search(minis: list[MiniBatch], spec: StepSpec) -> list[Layout]:
     if len(layouts) < len(minis):
         raise out_of_room(minis, spec)
     return [_at_least_as_good(layout, spec) for layout in layouts]
+
+
+def tight_bound(mini: MiniBatch, spec: StepSpec) -> float:
+    """Lockstep cost that no layout of the mini-batch is below (see :mod:`equipoise.partition.bounds`)."""
+    return mini_batch_bound(
+        mini.cost, mini.tokens, num_ranks=mini.dp_size, cap=spec.cap, rows_per_rank=int(mini.rows.min())
+    )
 
 
 def _refined(minis: list[MiniBatch], spec: StepSpec) -> list[Layout | None]:
@@ -53,7 +62,22 @@ def _refined(minis: list[MiniBatch], spec: StepSpec) -> list[Layout | None]:
                 if layout is None:
                     columns[j] += spec.micro_batch_multiple
                     waiting.append(j)
-    return found
+    return [None if layout is None else _with_more_columns(layout, spec) for layout in found]
+
+
+def _with_more_columns(layout: Layout, spec: StepSpec) -> Layout:
+    """``layout``, or one in the next number of micro-batches where that pays.
+
+    It is looked for only where the bound leaves room for it: a fortieth of the cost beside the overhead.
+    """
+    mini, columns = layout.mini, layout.num_columns + spec.micro_batch_multiple
+    room = layout.lockstep() * _WORTH_A_TRY - tight_bound(mini, spec)
+    if mini.fixed_rows is not None or columns > most_columns(mini, spec) or mini.dp_size == 1:
+        return layout
+    if room <= spec.micro_batch_overhead * spec.micro_batch_multiple:
+        return layout
+    (more,) = _search_together([mini], columns, spec)
+    return more if more is not None and more.value(spec) < layout.value(spec) else layout
 
 
 def _rules(spec: StepSpec, num_columns: int) -> Rules:
@@ -88,23 +112,35 @@ def _search_together(minis: list[MiniBatch], num_columns: int, spec: StepSpec) -
     return [layout if layout.legal(spec.cap) else None for layout in layouts]
 
 
-def _deepened(layout: Layout, spec: StepSpec, max_loads: int) -> Layout:
-    """A small layout after a harder search; a large one, or one that breaks the cap, as it is."""
+def _small_board(layout: Layout) -> SmallBoard:
     mini = layout.mini
-    if mini.cost.size > MAX_ROWS or mini.dp_size == 1 or not layout.legal(spec.cap):
-        return layout
-    board = SmallBoard(
+    return SmallBoard(
         cost=mini.cost,
         tokens=mini.tokens,
         kind=mini.padding.astype(np.int64),
         num_ranks=mini.dp_size,
         num_columns=layout.num_columns,
     )
-    goal = mini_batch_bound(
-        mini.cost, mini.tokens, num_ranks=mini.dp_size, cap=spec.cap, rows_per_rank=int(mini.rows.min())
-    )
+
+
+def _deepened(layout: Layout, spec: StepSpec, max_loads: int) -> Layout:
+    """A small layout after a harder search; a large one, or one that breaks the cap, as it is."""
+    mini = layout.mini
+    if mini.cost.size > MAX_ROWS or mini.dp_size == 1 or not layout.legal(spec.cap):
+        return layout
+    board = _small_board(layout)
     rules = _rules(spec, layout.num_columns)
-    return Layout(mini, layout.num_columns, deepen(board, layout.cell, rules, goal=goal, max_loads=max_loads))
+    cell = deepen(board, layout.cell, rules, goal=tight_bound(mini, spec), max_loads=max_loads)
+    return Layout(mini, layout.num_columns, cell)
+
+
+def _level_ranks(layout: Layout, spec: StepSpec) -> Layout:
+    """The layout with rows swapped between ranks until the fullest rank is as low as that makes it."""
+    mini = layout.mini
+    board = _small_board(layout)
+    rules = _rules(spec, layout.num_columns)
+    goal = mini_batch_bound(mini.cost, mini.tokens, num_ranks=mini.dp_size, rows_per_rank=int(mini.rows.min()))
+    return Layout(mini, layout.num_columns, level_ranks(board, layout.cell, rules, goal=goal))
 
 
 def _last_resort(mini: MiniBatch, spec: StepSpec) -> Layout | None:
@@ -123,16 +159,17 @@ def _last_resort(mini: MiniBatch, spec: StepSpec) -> Layout | None:
 
 def _at_least_as_good(layout: Layout, spec: StepSpec) -> Layout:
     """``layout``, or one of the plain rules or the batch as it came where that costs less."""
-    best, cost = layout, layout.lockstep()
+    rivals: list[Layout | None] = []
     came = starts.as_it_came(layout.mini, spec.min_micro_batches, spec.cap)
-    if came.num_columns % spec.micro_batch_multiple == 0 and came.legal(spec.cap) and came.lockstep() < cost:
-        best, cost = came, came.lockstep()
+    if came.num_columns % spec.micro_batch_multiple == 0 and came.legal(spec.cap):
+        rivals.append(came)
     if spec.algorithm == "refined":
-        for rule in ("kk", "lpt"):
-            rival = _by_rule(layout.mini, spec, rule, below=cost)
-            if rival is not None and rival.lockstep() < cost:
-                best, cost = rival, rival.lockstep()
-    return best
+        below = layout.value(spec) if spec.objective == "lockstep" else np.inf
+        rivals += [_by_rule(layout.mini, spec, rule, below=below) for rule in ("kk", "lpt")]
+    chosen = [layout, *(rival for rival in rivals if rival is not None)]
+    if spec.algorithm == "refined" and spec.objective == "rank":
+        chosen += [_level_ranks(each, spec) for each in chosen]
+    return min(chosen, key=lambda each: (each.value(spec), each.lockstep()))
 
 
 def _by_rule(mini: MiniBatch, spec: StepSpec, rule: str, *, below: float = np.inf) -> Layout | None:

@@ -10,6 +10,7 @@ from equipoise.errors import InvalidInput, must, nearest
 
 Algorithm = Literal["refined", "kk", "lpt"]
 Composition = Literal["keep", "stratified", "sorted"]
+Objective = Literal["lockstep", "rank"]
 Oversize = Literal["error", "alone"]
 
 
@@ -30,6 +31,9 @@ class StepSpec:
             lengths; "sorted" gives the first one the longest rows, the next the next ones. Sorted steps cost least and
             are biased: the number of an optimizer step tells the length of its rows, so that long rows are always
             learnt from before short ones (``docs/composition.md``).
+        objective: what is made low: "lockstep" (ranks meet at each micro-batch) or "rank" (once per optimizer step).
+        micro_batch_overhead: cost of a micro-batch beside its rows, in the units of the cost model. One more than the
+            fewest is run only where it saves more than that.
         algorithm: "refined" (a search from several starts), "kk" or "lpt".
         oversize: what to do with a row above the cap: "error", or "alone" in a micro-batch of its own.
         seed: of the "stratified" composition.
@@ -51,6 +55,8 @@ class StepSpec:
     min_micro_batches: int = 1
     equal_count: bool = True
     composition: Composition = "keep"
+    objective: Objective = "lockstep"
+    micro_batch_overhead: float = 0.0
     algorithm: Algorithm = "refined"
     oversize: Oversize = "error"
     seed: int = 0
@@ -76,7 +82,17 @@ class StepSpec:
                 )
         if isinstance(self.seed, bool) or not hasattr(self.seed, "__index__") or self.seed < 0:
             raise InvalidInput(must("seed", "be a whole number of at least 0", self.seed, "use 0"))
-        for field, options in (("algorithm", Algorithm), ("composition", Composition), ("oversize", Oversize)):
+        overhead = self.micro_batch_overhead
+        if isinstance(overhead, bool) or not 0 <= overhead < float("inf"):
+            rule = "be a number of at least 0"
+            raise InvalidInput(must("micro_batch_overhead", rule, overhead, "use 0 where micro-batches cost nothing"))
+        choices = {
+            "algorithm": Algorithm,
+            "composition": Composition,
+            "oversize": Oversize,
+            "objective": Objective,
+        }
+        for field, options in choices.items():
             value = getattr(self, field)
             if value not in get_args(options):
                 rule = f"be one of {list(get_args(options))}"

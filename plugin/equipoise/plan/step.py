@@ -18,7 +18,7 @@ from equipoise.plan.layout import MiniBatch, dispatch_order
 from equipoise.plan.limits import check_counts, check_oversize
 from equipoise.plan.makeup import mini_batch_rows, rank_rows
 from equipoise.plan.result import StepPlan, measure
-from equipoise.plan.search import search
+from equipoise.plan.search import search, tight_bound
 from equipoise.plan.spec import StepSpec
 from equipoise.plan.starts import as_it_came
 from equipoise.workload import CostModel, TransformerCost, as_lengths, row_costs
@@ -82,14 +82,15 @@ def plan_step(
     came = [as_it_came(mini, spec.min_micro_batches, spec.cap) for mini in minis]
     came_order, came_sizes = dispatch_order(came, members, sort_columns=False)
     num_padding = int(padding.sum())
+    bound = sum(tight_bound(mini, spec) for mini in minis)
     real.flags.writeable = False
     return StepPlan(
         spec=spec,
         order=order,
         sizes=sizes,
         num_real_rows=real,
-        stats=measure(costs, tokens, order, sizes, num_padding=num_padding),
-        incoming=measure(costs, tokens, came_order, came_sizes, num_padding=num_padding),
+        stats=measure(costs, tokens, order, sizes, num_padding=num_padding, tight_bound=bound),
+        incoming=measure(costs, tokens, came_order, came_sizes, num_padding=num_padding, tight_bound=bound),
     )
 
 
