@@ -69,4 +69,9 @@ def verl_command(
 
 def verl_environment(*, metrics: Path) -> dict[str, str]:
     """Environment of a CPU job whose metrics go to ``metrics``, one JSON line a step."""
-    return {**cpu_environment(), "PYTHONWARNINGS": "ignore", "VERL_FILE_LOGGER_PATH": str(metrics)}
+    return {
+        **cpu_environment(),
+        "MALLOC_ARENA_MAX": "2",  # glibc keeps freed memory by thread; verl's processes have many
+        "PYTHONWARNINGS": "ignore",
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+    }

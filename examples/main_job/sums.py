@@ -23,13 +23,14 @@ SETTINGS: dict[str, Any] = {
     "allow_parentheses": False,
     "allow_negation": False,
 }
+SYSTEM = "You are a calculator."  # shorter than the model's own, and responses differ more in length
 
 
 def row(entry: dict[str, Any], index: int) -> dict[str, Any]:
     """One entry of the task as a row of verl's data."""
     return {
         "data_source": f"reasoning_gym/{TASK}",
-        "prompt": [{"role": "user", "content": entry["question"]}],
+        "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": entry["question"]}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": entry["answer"]},
         "extra_info": {"index": index},

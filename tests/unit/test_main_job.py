@@ -216,7 +216,7 @@ def test_the_same_seed_draws_the_same_prompts(tmp_path: Path):
 
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         write(tmp_path / name, size=12, seed=seed)
-    a, b, c = ([row[0]["content"] for row in pd.read_parquet(tmp_path / name)["prompt"]] for name in "abc")
+    a, b, c = ([row[-1]["content"] for row in pd.read_parquet(tmp_path / name)["prompt"]] for name in "abc")
     assert a == b != c
     assert all(re.fullmatch(r"Calculate \d+ \+ \d+\.", question) for question in a)
 
