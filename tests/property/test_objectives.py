@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,12 +22,14 @@ def lengths_of(seed: int, n: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 def test_each_objective_is_at_least_as_low_where_it_is_asked_for(seed: int, dp: int, steps: int, tight: bool) -> None:
     lengths = lengths_of(seed, dp * steps * 6)
     cap = int(lengths.max()) if tight else 32768
+    common: dict[str, Any] = {"dp_size": dp, "num_mini_batches": steps, "max_token_len_per_gpu": cap}
+    objectives: tuple[Literal["lockstep", "rank"], ...] = ("lockstep", "rank")
     plans = {
         objective: eq.plan_step(
             lengths,
-            eq.StepSpec(dp_size=dp, num_mini_batches=steps, max_token_len_per_gpu=cap, objective=objective),
+            eq.StepSpec(**common, objective=objective),
         )
-        for objective in ("lockstep", "rank")
+        for objective in objectives
     }
     assert plans["rank"].stats.rank_cost <= plans["lockstep"].stats.rank_cost * (1 + 1e-9)
     for plan in plans.values():
@@ -36,12 +40,12 @@ def test_each_objective_is_at_least_as_low_where_it_is_asked_for(seed: int, dp: 
 
 
 @pytest.mark.parametrize("algorithm", ["kk", "lpt"])
-def test_the_rank_objective_is_never_above_a_plain_rule(algorithm: str) -> None:
+def test_the_rank_objective_is_never_above_a_plain_rule(algorithm: Any) -> None:
     for seed in range(20):
         lengths = lengths_of(seed, 96)
-        common = {"dp_size": 4, "num_mini_batches": 2, "max_token_len_per_gpu": 9000}
+        common: dict[str, Any] = {"dp_size": 4, "num_mini_batches": 2, "max_token_len_per_gpu": 9000}
         refined = eq.plan_step(lengths, eq.StepSpec(**common, objective="rank"))
-        plain = eq.plan_step(lengths, eq.StepSpec(**common, objective="rank", algorithm=algorithm))  # pyright: ignore[reportArgumentType]
+        plain = eq.plan_step(lengths, eq.StepSpec(**common, objective="rank", algorithm=algorithm))
         assert refined.stats.rank_cost <= plain.stats.rank_cost * (1 + 1e-9)
 
 
@@ -60,7 +64,7 @@ def test_an_extra_micro_batch_is_taken_only_where_it_saves_more_than_its_overhea
     for seed in range(6):
         draw = np.random.default_rng(seed)
         lengths = np.where(draw.random(512) < 0.7, draw.integers(50, 201, 512), draw.integers(800, 2049, 512))
-        common = {"dp_size": 32, "max_token_len_per_gpu": 2048}
+        common: dict[str, Any] = {"dp_size": 32, "max_token_len_per_gpu": 2048}
         free = eq.plan_step(lengths, eq.StepSpec(**common))
         dear = eq.plan_step(lengths, eq.StepSpec(**common, micro_batch_overhead=1e12))
         assert dear.num_micro_batches <= free.num_micro_batches

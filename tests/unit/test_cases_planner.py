@@ -433,7 +433,7 @@ def test_metrics_compare_the_plan_with_the_batch_as_it_came() -> None:
     metrics = plan.metrics("b/")
     assert metrics["b/lockstep_over_bound"] == plan.stats.lockstep_cost / plan.stats.bound
     assert metrics["b/lockstep_over_bound_incoming"] > 1.5 > metrics["b/lockstep_over_bound"]
-    assert metrics["b/efficiency"] == plan.stats.bound / plan.stats.lockstep_cost
+    assert metrics["b/efficiency"] == plan.stats.tight_bound / plan.stats.lockstep_cost == 1.0
     assert 0 <= metrics["b/idle_share"] < metrics["b/idle_share_incoming"] < 1
     assert metrics["b/num_padding"] == 0.0
     assert all(isinstance(value, float) for value in metrics.values())
