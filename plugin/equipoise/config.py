@@ -28,6 +28,9 @@ class EquipoiseConfig:
     algorithm: Literal["refined", "kk", "lpt"] = "refined"
     """How rows are divided: a search, or one of its starting rules alone."""
 
+    objective: Literal["lockstep", "rank"] = "lockstep"
+    """"lockstep": ranks meet at every micro-batch, as under FSDP. "rank": they meet once per optimizer step."""
+
     composition: Literal["keep", "stratified", "sorted"] = "keep"
     """"keep": each optimizer step has the prompts that the trainer's batch order gives it. "stratified": the same mix
     of lengths in each. "sorted": rows of like length, the longest first; cheapest, and biased."""

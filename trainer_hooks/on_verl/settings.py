@@ -54,6 +54,7 @@ class StageSettings:
             micro_batch_multiple=self.micro_batch_multiple,
             composition=config.composition if self.mini_batch_rows is not None else "keep",
             algorithm=config.algorithm,
+            objective=config.objective,
             oversize=config.oversize,
             seed=config.seed,
         )
