@@ -28,11 +28,13 @@ class Rules:
         cap: the most tokens of a cell; None for no cap. A lone row is never split, so it may exceed the cap.
         moves: whether a row may change cells without another in return: never, between cells of one rank (the rank's
             row count stays), or between any cells.
+        alike: rows of one kind only are swapped, within a rank as well.
 
     """
 
     cap: int | None = None
     moves: Moves = "none"
+    alike: bool = False
 
 
 class Boards:
@@ -115,6 +117,10 @@ class Boards:
     def lockstep(self) -> FloatArray:
         """Σ over columns of the largest load, shape (J,)."""
         return self.columns().max(axis=2).sum(axis=1)
+
+    def lockstep_of(self, j: int) -> float:
+        """The same of one board."""
+        return float(self.load[j].reshape(self.num_columns, self.num_ranks).max(axis=1).sum())
 
     # -- search -------------------------------------------------------------------------------------------------------
 
@@ -230,7 +236,7 @@ class Boards:
         allowed = real_out[:, :, None] & (real_in[:, None, :] | may_leave[:, None, None])
         if self.kind is not None:
             alike = self.kind[board[:, None], out_rows][:, :, None] == self.kind[board[:, None], in_rows][:, None, :]
-            allowed &= alike | same_rank[:, None, None]
+            allowed &= alike if rules.alike else alike | same_rank[:, None, None]
         if rules.cap is not None:
             tokens = (
                 self.tokens[board[:, None], out_rows][:, :, None] - self.tokens[board[:, None], in_rows][:, None, :]

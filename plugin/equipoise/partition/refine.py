@@ -86,12 +86,20 @@ def _over_cap(boards: Boards, cap: int) -> BoolArray:
     return (boards.fill > cap) & (boards.count > 1)
 
 
-def polish(boards: Boards, rules: Rules, *, max_swaps: int = 15_000_000, tolerance: float | None = None) -> None:
+def polish(
+    boards: Boards,
+    rules: Rules,
+    *,
+    goals: FloatArray | None = None,
+    max_swaps: int = 15_000_000,
+    tolerance: float | None = None,
+) -> None:
     """Steepest exact steps on each board, from the fullest cell of the column that stands highest above its mean.
 
     Args:
         boards: changed in place; the lockstep cost of a board never rises.
         rules: what a change must respect.
+        goals: lockstep costs that cannot be beaten, shape (J,); a large board stops within 1e-3 of its own.
         max_swaps: swaps looked at, a bound on the time of each board.
         tolerance: leave a column whose fullest cell is within this share of its mean; None for one that small boards
             get exactly and large ones within 2e-4.
@@ -99,10 +107,15 @@ def polish(boards: Boards, rules: Rules, *, max_swaps: int = 15_000_000, toleran
     """
     if tolerance is None:
         tolerance = 1e-9 if boards.num_rows <= 64 else 2e-4
+    near = 1e-9 if boards.num_rows <= 64 else 1e-3
     for j in range(boards.num_boards):
+        goal = 0.0 if goals is None else float(goals[j]) * (1 + near)
         stuck = np.zeros(boards.num_columns, dtype=np.bool_)
         looked_at = 0
-        while looked_at < max_swaps and (swaps := _step(boards, j, rules, stuck, tolerance)):
+        while looked_at < max_swaps and (goals is None or boards.lockstep_of(j) > goal):
+            swaps = _step(boards, j, rules, stuck, tolerance)
+            if not swaps:
+                break
             looked_at += swaps
 
 
@@ -187,7 +200,7 @@ class _Swaps:
             allowed &= (boards.fill[j, partner_cell] + tokens <= rules.cap) | lone_partner
         if boards.kind is not None:
             alike: BoolArray = boards.kind[j, rows][:, None] == boards.kind[j, partner_row]
-            allowed &= alike | (rank_of[partner_cell] == rank_of[cell])
+            allowed &= alike if rules.alike else alike | (rank_of[partner_cell] == rank_of[cell])
         return cls(rows, partner_row, partner_cell, shift, allowed)
 
     def apply(self, boards: Boards, j: int, cell: int, a: int, b: int) -> None:

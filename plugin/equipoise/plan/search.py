@@ -16,6 +16,7 @@ from equipoise.plan.limits import fewest_columns, most_columns, out_of_room, roo
 from equipoise.plan.spec import StepSpec
 
 _WORTH_A_TRY = 0.975  # of a layout's cost: what is closer to its bound is not searched again with more micro-batches
+_ROUNDS_OF_A_START, _ROUNDS = 12, 36  # of pairwise changes: on every start, then on the best
 _DEEP_LOADS = 12_000_000  # of all small mini-batches together: some 0.1 s
 
 
@@ -102,11 +103,13 @@ def _search_together(minis: list[MiniBatch], num_columns: int, spec: StepSpec) -
     )
     rules = _rules(spec, num_columns)
     fits = fit_cap(boards, rules)
-    even_out_loads(boards, rules)
+    even_out_loads(boards, rules, max_rounds=_ROUNDS_OF_A_START if len(kinds) > 1 else _ROUNDS)
     lockstep = np.where(fits, boards.lockstep(), np.inf).reshape(len(minis), len(kinds))
     best = np.arange(len(minis)) * len(kinds) + lockstep.argmin(axis=1)
-    boards = boards.select(best)
-    polish(boards, rules)
+    if len(kinds) > 1:
+        boards = boards.select(best)
+        even_out_loads(boards, rules, max_rounds=_ROUNDS)
+    polish(boards, rules, goals=np.array([tight_bound(mini, spec) for mini in minis]))
     layouts = [Layout(mini, num_columns, boards.cell[j]) for j, mini in enumerate(minis)]
     layouts = [_deepened(layout, spec, _DEEP_LOADS // len(layouts)) for layout in layouts]
     return [layout if layout.legal(spec.cap) else None for layout in layouts]
