@@ -114,7 +114,7 @@ class _Search:
         same_rank: BoolArray = self.rank_of[a] == self.rank_of[b]
         count = counts(cell, board.num_cells)
         allowed: BoolArray = a != b
-        allowed[: self.num_swaps] &= self.alike | same_rank[: self.num_swaps]
+        allowed[: self.num_swaps] &= self.alike if rules.alike else self.alike | same_rank[: self.num_swaps]
         may_leave: BoolArray = count[a[self.num_swaps :]] > 1
         allowed[self.num_swaps :] &= may_leave if rules.moves == "any" else may_leave & same_rank[self.num_swaps :]
         if rules.cap is not None:

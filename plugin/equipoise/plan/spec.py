@@ -12,6 +12,7 @@ Algorithm = Literal["refined", "kk", "lpt"]
 Composition = Literal["keep", "stratified", "sorted"]
 Objective = Literal["lockstep", "rank"]
 Oversize = Literal["error", "alone"]
+KeepGroups = Literal["none", "rank", "micro"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,9 @@ class StepSpec:
             fewest is run only where it saves more than that.
         algorithm: "refined" (a search from several starts), "kk" or "lpt".
         oversize: what to do with a row above the cap: "error", or "alone" in a micro-batch of its own.
+        keep_groups: "rank" keeps the rows of one group (``group_ids`` of :func:`equipoise.plan_step`) on one rank,
+            "micro" in one micro-batch, within each mini-batch: a group that the composition cuts across mini-batches
+            is kept whole in each of them only. Groups may have any sizes; each rank still gets exactly its rows.
         seed: of the "stratified" composition.
 
     Raises:
@@ -59,6 +63,7 @@ class StepSpec:
     micro_batch_overhead: float = 0.0
     algorithm: Algorithm = "refined"
     oversize: Oversize = "error"
+    keep_groups: KeepGroups = "none"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -91,6 +96,7 @@ class StepSpec:
             "composition": Composition,
             "oversize": Oversize,
             "objective": Objective,
+            "keep_groups": KeepGroups,
         }
         for field, options in choices.items():
             value = getattr(self, field)

@@ -93,6 +93,28 @@ def by_ranks(mini: MiniBatch, rank: IntArray, num_columns: int, algorithm: str, 
     return _with_padding(mini, cell, num_columns)
 
 
+def tiers_of_ranks(mini: MiniBatch, rank: IntArray, num_columns: int) -> IntArray:
+    """Column after column from each rank's longest rows down; ``rank`` as :func:`rank_by_rule` gives it."""
+    cell = np.full(mini.cost.size, -1, dtype=np.int64)
+    quota = _quotas_by_tokens(mini, num_columns)
+    for r in range(mini.dp_size):
+        rows = np.flatnonzero(rank == r)
+        falling = rows[np.argsort(-mini.cost[rows], kind="stable")]
+        cell[falling] = np.repeat(iota(num_columns), quota[:, r]) * mini.dp_size + r
+    return _with_padding(mini, cell, num_columns)
+
+
+def fold_of_ranks(mini: MiniBatch, rank: IntArray, num_columns: int) -> IntArray:
+    """The roomiest layout that keeps each row on its rank; padding is placed last."""
+    cell = np.full(mini.cost.size, -1, dtype=np.int64)
+    tokens = mini.tokens.astype(np.float64)
+    for r in range(mini.dp_size):
+        rows = np.flatnonzero(rank == r)
+        quota = np.sort(_quotas_even(np.array([rows.size]), num_columns).ravel())
+        cell[rows] = greedy.longest_first(tokens[rows], num_columns, max_rows=quota) * mini.dp_size + r
+    return _with_padding(mini, cell, num_columns)
+
+
 def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None) -> Layout:
     """Contiguous ranks, and micro-batches filled in order.
 

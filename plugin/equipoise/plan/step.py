@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from equipoise._arrays import BoolArray
+from equipoise._arrays import BoolArray, IntArray
 from equipoise._checks import as_vector
 from equipoise.errors import InvalidInput, must
+from equipoise.plan.grouped import group_numbers, search_grouped
 from equipoise.plan.layout import MiniBatch, dispatch_order
 from equipoise.plan.limits import check_counts, check_oversize
 from equipoise.plan.makeup import mini_batch_rows, rank_rows
@@ -29,6 +30,7 @@ def plan_step(
     spec: StepSpec,
     *,
     cost: CostModel | None = None,
+    group_ids: Any = None,
     is_padding: Any = None,
 ) -> StepPlan:
     """Plan one trainer step from the lengths of its rows.
@@ -44,6 +46,9 @@ def plan_step(
         lengths: tokens of each row, shape (n,): a list, a numpy array or a CPU tensor.
         spec: the trainer's settings.
         cost: cost model; ``TransformerCost()`` if None.
+        group_ids: shape (n,), the group of each row, such as its prompt's uid: anything hashable. Asked for by
+            ``spec.keep_groups``, and without effect on the plan where that is "none": group advantages are computed
+            before and do not depend on where a row runs. Padding rows are in no group, whatever their id.
         is_padding: shape (n,), True for padding rows; None for no padding.
 
     Returns:
@@ -62,6 +67,7 @@ def plan_step(
     tokens = as_lengths(lengths)
     padding = _flags(is_padding, tokens.size)
     costs = row_costs(cost if cost is not None else TransformerCost(), tokens)
+    group = _groups(group_ids, tokens.size, spec)
     check_counts(tokens.size, int((~padding).sum()), spec)
     check_oversize(tokens, spec)
     members = mini_batch_rows(tokens, padding, spec)
@@ -78,7 +84,8 @@ def plan_step(
         )
         for j, rows in enumerate(members)
     ]
-    order, sizes = dispatch_order(search(minis, spec), members, sort_columns=True)
+    layouts = search(minis, spec) if group is None else search_grouped(minis, members, tokens, group, spec)
+    order, sizes = dispatch_order(layouts, members, sort_columns=True)
     came = [as_it_came(mini, spec.min_micro_batches, spec.cap) for mini in minis]
     came_order, came_sizes = dispatch_order(came, members, sort_columns=False)
     num_padding = int(padding.sum())
@@ -92,6 +99,15 @@ def plan_step(
         stats=measure(costs, tokens, order, sizes, num_padding=num_padding, tight_bound=bound),
         incoming=measure(costs, tokens, came_order, came_sizes, num_padding=num_padding, tight_bound=bound),
     )
+
+
+def _groups(group_ids: Any, n: int, spec: StepSpec) -> IntArray | None:
+    """Number of each row's group, or None where groups need not be kept."""
+    if group_ids is None and spec.keep_groups != "none":
+        remedy = "pass the group of each row, such as its prompt's uid"
+        raise InvalidInput(must("group_ids", f"be given with keep_groups = {spec.keep_groups!r}", None, remedy))
+    group = None if group_ids is None else group_numbers(group_ids, n)
+    return None if spec.keep_groups == "none" else group
 
 
 def _flags(is_padding: Any, n: int) -> BoolArray:
