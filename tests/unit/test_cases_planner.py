@@ -327,7 +327,7 @@ def follow(remedy: str, n: int, settings: Mapping[str, Any], field: str) -> tupl
 def test_each_remedy_of_a_refusal_works(name: str) -> None:
     n, settings, field, value = REFUSED[name]
     with pytest.raises(InfeasiblePlan) as caught:
-        plan_step([60] * n, StepSpec(**settings))
+        plan_step([61] * n, StepSpec(**settings))
     text = str(caught.value)
     head, remedies = text.split("; ", 1)
     assert head.startswith(f"{field} must ")
@@ -336,7 +336,7 @@ def test_each_remedy_of_a_refusal_works(name: str) -> None:
         rows, changed = follow(remedy, n, settings, field)
         assert (rows, changed) != (n, settings), remedy
         spec = StepSpec(**changed)
-        lengths = [60] * min(rows, n) + [2] * max(rows - n, 0)
+        lengths = [61] * min(rows, n) + [2] * max(rows - n, 0)
         planned(lengths, spec, is_padding=[row >= n for row in range(rows)])
 
 
@@ -352,6 +352,21 @@ def test_the_remedy_for_too_few_real_rows_works() -> None:
 def test_a_batch_of_padding_only_is_refused() -> None:
     with pytest.raises(InfeasiblePlan, match=r"number of real rows, 0.*skip the step"):
         plan_step([2] * 4, StepSpec(dp_size=2), is_padding=[True] * 4)
+
+
+def test_a_plan_is_found_where_only_the_roomiest_layout_fits() -> None:
+    """The long row stands alone on one rank, and the other rank takes all padding."""
+    lengths, is_padding = [8, 2, 20], [True, True, False]
+    for algorithm in ("refined", "kk", "lpt"):
+        spec = StepSpec(dp_size=2, max_token_len_per_gpu=20, equal_count=False, algorithm=algorithm)
+        planned(lengths, spec, is_padding=is_padding)
+
+
+def test_the_batch_as_it_came_is_kept_where_it_costs_least() -> None:
+    lengths = [813, 514, 588, 307, 1181, 498]
+    spec = StepSpec(dp_size=3, micro_batch_size_per_gpu=1)
+    plan = planned(lengths, spec, is_padding=[True, True, False, False, False, False])
+    assert plan.stats.lockstep_cost <= plan.incoming.lockstep_cost
 
 
 def test_several_rows_above_the_cap_are_counted() -> None:

@@ -84,6 +84,17 @@ def test_the_lockstep_cost_is_within_5_percent_of_the_bound(name: str, seed: int
 
 
 @pytest.mark.parametrize("name", LENGTHS)
+def test_under_the_tightest_cap_plans_are_near_the_bound_in_few_micro_batches(name: str) -> None:
+    lengths = LENGTHS[name](np.random.default_rng(0))
+    cap = int(lengths.max())
+    plan = plan_step(lengths, StepSpec(dp_size=DP_SIZE, num_mini_batches=NUM_MINI_BATCHES, max_token_len_per_gpu=cap))
+    figures = check_plan(plan, lengths.tolist(), plan.spec)
+    assert figures.lockstep_cost <= 1.12 * figures.bound
+    fewest = [-(-int(tokens.sum()) // (DP_SIZE * cap)) for tokens in np.split(lengths, NUM_MINI_BATCHES)]
+    assert plan.stats.num_micro_batches <= sum(fewest) + 2
+
+
+@pytest.mark.parametrize("name", LENGTHS)
 def test_a_plan_takes_at_most_half_a_second(name: str) -> None:
     assert _planned(name, 0)[2] <= 0.5
 
