@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from equipoise.plan import PlanStats as PlanStats
     from equipoise.plan import StepPlan as StepPlan
     from equipoise.plan import StepSpec as StepSpec
+    from equipoise.plan import padded_batch_size as padded_batch_size
     from equipoise.plan import plan_step as plan_step
     from equipoise.plan import required_batch_multiple as required_batch_multiple
     from equipoise.workload import CostModel as CostModel
@@ -50,6 +51,7 @@ _HOME = {
     "PlanStats": "equipoise.plan",
     "StepPlan": "equipoise.plan",
     "StepSpec": "equipoise.plan",
+    "padded_batch_size": "equipoise.plan",
     "plan_step": "equipoise.plan",
     "required_batch_multiple": "equipoise.plan",
     "CostModel": "equipoise.workload",
@@ -78,6 +80,7 @@ __all__ = [
     "pack",
     "packers",
     "pad_batch",
+    "padded_batch_size",
     "partition",
     "partitioners",
     "plan_step",

@@ -22,6 +22,7 @@ from equipoise import (
     StepPlan,
     StepSpec,
     TokenCost,
+    padded_batch_size,
     plan_step,
     required_batch_multiple,
 )
@@ -78,6 +79,7 @@ def test_a4_padding_up_to_ranks_and_steps_keeps_the_number_of_steps() -> None:
     lengths = draw(1032)
     with pytest.raises(InfeasiblePlan, match=r"8 × 4 = 32, got 1032; pad to 1056 rows"):
         plan_step(lengths, spec)
+    assert padded_batch_size(1032, dp_size=8, num_steps=4, rule="steps") == 1056
     padded = np.append(lengths, np.full(24, 2))
     plan = planned(padded, spec, is_padding=np.arange(1056) >= 1032)
     assert plan.num_mini_batches == 4
@@ -88,9 +90,15 @@ def test_a5_required_multiple_is_the_lcm_of_the_roles() -> None:
     assert required_batch_multiple(8, [64 * 4, 48 * 4]) == 768
 
 
-def test_a6_lcm_rule() -> None:
-    multiple = required_batch_multiple(2, [128])
-    assert -(-298 // multiple) * multiple == 384
+def test_a6_lcm_rule_and_fixed_steps() -> None:
+    padded = padded_batch_size(298, dp_size=2, mini_batch_sizes=[128])
+    assert (padded, padded - 298, padded // 128) == (384, 86, 3)
+    assert padded_batch_size(298, dp_size=2, num_steps=2, rule="steps") == 300
+    for n, steps in ((384, 3), (300, 2)):
+        lengths = np.append(draw(298), np.full(n - 298, 2))
+        spec = StepSpec(dp_size=2, num_mini_batches=steps)
+        plan = planned(lengths, spec, is_padding=np.arange(n) >= 298)
+        assert plan.num_mini_batches == steps
 
 
 def test_a7_ten_rows_over_three_ranks() -> None:
@@ -121,6 +129,8 @@ def test_a10_too_few_rows_for_the_multiple_is_a_clear_error() -> None:
 def test_a11_31_rows_over_8_ranks_need_one_more() -> None:
     with pytest.raises(InfeasiblePlan, match=r"got 31; pad to 32 rows"):
         plan_step(draw(31), StepSpec(dp_size=8))
+    assert padded_batch_size(31, dp_size=8) == 32
+    assert padded_batch_size(31, dp_size=8, num_steps=1, rule="steps") == 32
     lengths = np.append(draw(31), 2)
     plan = planned(lengths, StepSpec(dp_size=8), is_padding=[False] * 31 + [True])
     assert plan.stats.num_padding == 1
@@ -129,6 +139,33 @@ def test_a11_31_rows_over_8_ranks_need_one_more() -> None:
 def test_a11_an_empty_batch_is_a_clear_error() -> None:
     with pytest.raises(InvalidInput, match=r"lengths must hold at least one row, got \[\]; skip the step"):
         plan_step([], StepSpec(dp_size=8))
+    with pytest.raises(InvalidInput, match=r"num_rows must be a whole number of at least 1, got 0; skip the step"):
+        padded_batch_size(0, dp_size=8)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dp", "steps"), [(1, 1, 1), (298, 2, 2), (7, 8, 3), (1032, 8, 4), (4097, 64, 16), (64, 4, 4)]
+)
+def test_fixed_steps_pad_to_the_fewest_rows_that_divide(rows: int, dp: int, steps: int) -> None:
+    padded = padded_batch_size(rows, dp_size=dp, num_steps=steps, rule="steps")
+    assert padded == next(n for n in range(rows, rows + dp * steps) if n % (dp * steps) == 0)
+    assert padded_batch_size(padded, dp_size=dp, num_steps=steps, rule="steps") == padded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"rule": "step"}, r"rule must be one of \['lcm', 'steps'\], got 'step'; did you mean 'steps'\?"),
+        ({"num_steps": 2}, r'num_steps must be None with rule="lcm", got 2; leave it out or use rule="steps"'),
+        ({"rule": "steps"}, r"num_steps must be a whole number of at least 1, got None; pass the optimizer steps"),
+        ({"rule": "steps", "num_steps": 2, "mini_batch_sizes": [8]}, r'mini_batch_sizes must be empty with rule="st'),
+        ({"rule": "steps", "num_steps": 9}, r"num_steps must be at most num_rows = 8, .*, got 9; use 8 or fewer"),
+        ({"mini_batch_sizes": [6]}, r"mini_batch_sizes must be multiples of dp_size = 4, .*, got 6; use 4 or 8 rows"),
+    ],
+)
+def test_padding_rules_refuse_what_they_would_ignore(arguments: Any, text: str) -> None:
+    with pytest.raises(InvalidInput, match=text):
+        padded_batch_size(8, dp_size=4, **arguments)
 
 
 # -- token cap --------------------------------------------------------------------------------------------------------

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Literal, get_args
 
 from equipoise._checks import positive
-from equipoise.errors import InvalidInput, must
+from equipoise.errors import InvalidInput, must, nearest
+
+PaddingRule = Literal["lcm", "steps"]
 
 
 def required_batch_multiple(dp_size: int, mini_batch_sizes: Iterable[int] = ()) -> int:
@@ -39,3 +42,60 @@ def required_batch_multiple(dp_size: int, mini_batch_sizes: Iterable[int] = ()) 
                 )
             )
     return math.lcm(ranks, *sizes)
+
+
+def padded_batch_size(
+    num_rows: int,
+    *,
+    dp_size: int,
+    mini_batch_sizes: Iterable[int] = (),
+    num_steps: int | None = None,
+    rule: PaddingRule = "lcm",
+) -> int:
+    """Rows of a batch once padding rows are added so that a trainer can cut it.
+
+    * "lcm": the next multiple of :func:`required_batch_multiple`. Mini-batches keep their size; the number of optimizer
+      steps follows from the rows.
+    * "steps": the fewest rows that are a multiple of dp_size × num_steps. The number of steps is fixed, and
+      mini-batches get the size that this leaves: less padding where a few rows are over.
+
+    Args:
+        num_rows: real rows, at least 1.
+        dp_size: number of data-parallel ranks.
+        mini_batch_sizes: with rule "lcm", rows of one optimizer step of each role.
+        num_steps: with rule "steps", optimizer steps of the batch, at most ``num_rows``.
+        rule: "lcm" or "steps".
+
+    Returns:
+        At least ``num_rows``.
+
+    Raises:
+        InvalidInput: a value breaks its rule, or belongs to the other rule.
+
+    >>> padded_batch_size(298, dp_size=2, mini_batch_sizes=[128])
+    384
+    >>> padded_batch_size(298, dp_size=2, num_steps=2, rule="steps")
+    300
+
+    """
+    rows = positive("num_rows", num_rows, "skip the step when the batch is empty")
+    if rule not in get_args(PaddingRule):
+        known = get_args(PaddingRule)
+        raise InvalidInput(must("rule", f"be one of {list(known)}", rule, nearest(str(rule), known)))
+    sizes = list(mini_batch_sizes)
+    if rule == "lcm":
+        if num_steps is not None:
+            remedy = 'leave it out or use rule="steps"'
+            raise InvalidInput(must("num_steps", 'be None with rule="lcm"', num_steps, remedy))
+        unit = required_batch_multiple(dp_size, sizes)
+    else:
+        if sizes:
+            remedy = 'leave them out or use rule="lcm"'
+            raise InvalidInput(must("mini_batch_sizes", 'be empty with rule="steps"', sizes, remedy))
+        ranks = positive("dp_size", dp_size, "pass the number of data-parallel ranks")
+        steps = positive("num_steps", num_steps, "pass the optimizer steps of the batch")
+        if steps > rows:
+            text = f"be at most num_rows = {rows}, so that each optimizer step has a real row"
+            raise InvalidInput(must("num_steps", text, steps, f"use {rows} or fewer"))
+        unit = ranks * steps
+    return -(-rows // unit) * unit
