@@ -168,6 +168,66 @@ def test_padding_rows_of_dense_columns_sit_where_prompt_and_response_meet() -> N
     assert padded["position_ids"][2, 1:3].tolist() == [0, 1]
 
 
+def test_longer_padding_rows_have_their_tokens_in_the_prompt() -> None:
+    padded = eq.pad_batch(rollout_batch([4, 5]), 2, eos_token_id=7, min_row_tokens=8)
+    assert rows(padded["input_ids"])[2:] == [[7] * 8] * 2
+    assert rows(padded["position_ids"])[2:] == [list(range(8))] * 2
+    assert rows(padded["prompts"])[2:] == [[7] * 7] * 2
+    assert rows(padded["responses"])[2:] == [[7], [7]]
+    assert rows(padded["response_mask"])[2:] == [[0.0], [0.0]]
+    assert rows(padded["experts"])[2:] == [[[0, 0]] * 8] * 2
+    assert rows(padded["input_ids"])[:2] == rows(rollout_batch([4, 5])["input_ids"])
+
+
+def test_side_data_of_the_prompt_is_as_long_as_a_padding_rows_prompt() -> None:
+    batch = rollout_batch([5, 6], prompt=2)
+    batch["prompt_kind"] = jagged([torch.ones(2), torch.ones(2)])
+    assert rows(eq.pad_batch(batch, 1, eos_token_id=7, min_row_tokens=5)["prompt_kind"])[2] == [0.0] * 4
+    batch = rollout_batch([4, 4], prompt=2)  # prompts and responses of equal length: the name decides
+    padded = eq.pad_batch(batch, 1, eos_token_id=7, min_row_tokens=5)
+    assert rows(padded["prompts"])[2] == [7] * 4
+    assert rows(padded["response_mask"])[2] == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "attention", "positions"),
+    [
+        (2, [0, 0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1]),
+        (4, [1, 1, 1, 1, 0, 0, 0], [0, 1, 2, 3, 3, 3, 3]),
+        (6, [1, 1, 1, 1, 1, 1, 0], [0, 1, 2, 3, 4, 5, 5]),
+        (7, [1, 1, 1, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_longer_padding_rows_of_dense_columns(tokens: int, attention: list[int], positions: list[int]) -> None:
+    batch = TensorDict(
+        {
+            "input_ids": torch.ones(2, 7, dtype=torch.int64),
+            "attention_mask": torch.ones(2, 7, dtype=torch.bool),
+            "position_ids": torch.arange(7).repeat(2, 3, 1),
+            "responses": torch.ones(2, 4, dtype=torch.int64),
+            "response_mask": torch.ones(2, 4, dtype=torch.int64),
+        },
+        batch_size=[2],
+    )
+    padded = eq.pad_batch(batch, 1, eos_token_id=9, min_row_tokens=tokens)
+    assert padded["attention_mask"][2].tolist() == [bool(value) for value in attention]
+    assert padded["position_ids"][2].tolist() == [positions] * 3
+    assert padded["position_ids"].dtype == torch.int64
+    assert padded["response_mask"][2].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("tokens", [1, 0, True, 2.5])
+def test_a_padding_row_has_at_least_a_prompt_and_a_response_token(tokens: Any) -> None:
+    with pytest.raises(eq.InvalidInput, match="min_row_tokens must be at least 2, a prompt token and a response token"):
+        eq.pad_batch(rollout_batch([4, 5]), 1, eos_token_id=7, min_row_tokens=tokens)
+
+
+def test_a_padding_row_fits_into_dense_columns() -> None:
+    batch = TensorDict({"attention_mask": torch.ones(1, 4), "response_mask": torch.ones(1, 2)}, batch_size=[1])
+    with pytest.raises(eq.InvalidInput, match="min_row_tokens must be at most 4, the width of column 'attention_mask'"):
+        eq.pad_batch(batch, 1, eos_token_id=7, min_row_tokens=5)
+
+
 def test_a11_an_empty_batch_cannot_be_padded() -> None:
     empty = TensorDict({"input_ids": torch.zeros(0, 3)}, batch_size=[0])
     with pytest.raises(eq.InvalidInput, match="batch must hold at least one row"):
