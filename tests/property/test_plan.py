@@ -19,7 +19,7 @@ from equipoise import EquipoiseWarning, InfeasiblePlan, StepPlan, StepSpec, plan
 from equipoise.plan.makeup import rank_rows
 from tests.plan_checker import REL, check_plan, incoming_is_legal
 
-QUICK = settings(max_examples=100, deadline=None, derandomize=True)
+QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 IntArray = npt.NDArray[np.int64]
 
 

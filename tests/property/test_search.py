@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise import StepSpec, plan_step
+from equipoise import StepSpec, TokenCost, plan_step
 from equipoise.partition.board import Boards, Moves, Rules
 from equipoise.partition.refine import even_out_loads, fit_cap, polish
 from equipoise.plan import search, starts
@@ -212,3 +212,17 @@ def test_plans_are_never_worse_than_the_rules_even_where_the_search_finds_nothin
         assert plan.stats.lockstep_cost <= min(kk, lpt, plan.incoming.lockstep_cost) * (1 + 1e-9)
         best["kk" if kk < lpt else "lpt"] += 1
     assert min(best.values()) > 0, best
+
+
+def test_the_batch_as_it_came_is_kept_where_nothing_better_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def roomy(minis: list[MiniBatch], spec: StepSpec) -> list[Layout | None]:
+        return [roomiest(mini, spec) for mini in minis]
+
+    def nothing(*_: object, **__: object) -> None:
+        return None
+
+    monkeypatch.setattr(search, "_refined", roomy)
+    monkeypatch.setattr(search, "_by_rule", nothing)
+    lengths = [900, 100, 500, 500] * 2  # each rank's share costs the same as it comes
+    plan = plan_step(lengths, StepSpec(dp_size=4, max_token_len_per_gpu=1000), cost=TokenCost())
+    assert plan.stats.lockstep_cost == plan.incoming.lockstep_cost == 1000.0, "the roomiest costs 900 + 500"
