@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from equipoise.plan import required_batch_multiple as required_batch_multiple
     from equipoise.workload import CostModel as CostModel
     from equipoise.workload import FittedCost as FittedCost
+    from equipoise.workload import PaddedCost as PaddedCost
     from equipoise.workload import TokenCost as TokenCost
     from equipoise.workload import TransformerCost as TransformerCost
 
@@ -56,6 +57,7 @@ _HOME = {
     "required_batch_multiple": "equipoise.plan",
     "CostModel": "equipoise.workload",
     "FittedCost": "equipoise.workload",
+    "PaddedCost": "equipoise.workload",
     "TokenCost": "equipoise.workload",
     "TransformerCost": "equipoise.workload",
 }
@@ -70,6 +72,7 @@ __all__ = [
     "InfeasiblePlan",
     "InvalidInput",
     "LossDenominators",
+    "PaddedCost",
     "PlanStats",
     "StepPlan",
     "StepSpec",

@@ -10,6 +10,7 @@ import numpy as np
 from equipoise._arrays import FloatArray, IntArray, int_sums, iota, sums
 from equipoise.errors import InvalidInput, must
 from equipoise.plan.spec import StepSpec
+from equipoise.workload.padded import MicroBatchCost, micro_batch_cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class PlanStats:
             :mod:`equipoise.partition.bounds`); no plan of these mini-batches has a lower lockstep cost.
         ideal: Σ over mini-batches of the mean cost of a rank.
         efficiency: tight_bound / lockstep_cost, at most 1.
-        max_tokens: tokens of the fullest micro-batch.
+        max_tokens: tokens of the fullest micro-batch; padded ones with a cost model that pads.
         num_micro_batches: micro-batches that one rank runs in the whole step.
         num_padding: padding rows.
 
@@ -150,6 +151,7 @@ def measure(
     *,
     num_padding: int,
     tight_bound: float,
+    padded: MicroBatchCost | None = None,
 ) -> PlanStats:
     """Cost of the rows laid out as ``order`` and ``sizes`` say.
 
@@ -160,19 +162,26 @@ def measure(
         sizes: as in :class:`StepPlan`.
         num_padding: padding rows among them.
         tight_bound: of the mini-batches, whatever their layout.
+        padded: model of a micro-batch whose rows are padded to the longest one; None for the sum of its rows. Ideal and
+            bounds are those of the rows' own costs all the same: padded together they cost no less.
 
     """
     by_rank = np.concatenate(sizes, axis=1)  # (dp, all micro-batches); row-major it is the dispatch order
     micro = np.repeat(iota(by_rank.size), by_rank.ravel())
-    loads = sums(micro, cost[order], by_rank.size).reshape(by_rank.shape)
+    own = loads = sums(micro, cost[order], by_rank.size).reshape(by_rank.shape)
     tokens = int_sums(micro, lengths[order], by_rank.size)
+    if padded is not None:
+        cells = np.split(lengths[order], np.cumsum(by_rank.ravel())[:-1])
+        costs = [micro_batch_cost(padded, rows) if rows.size else 0.0 for rows in cells]
+        loads = np.array(costs).reshape(by_rank.shape)
+        tokens = np.array([rows.size * int(rows.max(initial=0)) for rows in cells])
     step_of_column = np.repeat(iota(len(sizes)), [part.shape[1] for part in sizes])
     longest = np.zeros(len(sizes))
     np.maximum.at(longest, step_of_column[micro % by_rank.shape[1]], cost[order])
     rank_cost = bound = ideal = 0.0
     for j in range(len(sizes)):
         totals = loads[:, step_of_column == j].sum(axis=1)
-        mean = float(totals.mean())
+        mean = float(own[:, step_of_column == j].sum(axis=1).mean())
         rank_cost += float(totals.max())
         ideal += mean
         bound += max(mean, float(longest[j]))

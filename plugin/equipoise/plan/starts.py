@@ -115,7 +115,7 @@ def fold_of_ranks(mini: MiniBatch, rank: IntArray, num_columns: int) -> IntArray
     return _with_padding(mini, cell, num_columns)
 
 
-def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None) -> Layout:
+def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None, *, padded: bool = False) -> Layout:
     """Contiguous ranks, and micro-batches filled in order.
 
     Where ranks have unequal rows, a rank may be left with fewer micro-batches than another.
@@ -124,9 +124,11 @@ def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None) -> Layout:
         mini: the mini-batch.
         least_columns: at least so many micro-batches.
         cap: the most tokens of a micro-batch; a longer row stands alone.
+        padded: tokens of a micro-batch are its rows × its longest row.
 
     """
     ranks = mini.dp_size
+    fill = _next_fit_padded if padded else _next_fit
     ends = np.cumsum(mini.rows).tolist()
     cuts: list[list[int]] = []
     for start, end in itertools.pairwise([0, *ends]):
@@ -135,7 +137,7 @@ def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None) -> Layout:
         elif cap is None:
             cuts.append([start])
         else:
-            cuts.append(_next_fit(mini.tokens, start, end, cap))
+            cuts.append(fill(mini.tokens, start, end, cap))
     columns = max(least_columns, *map(len, cuts))
     cell = np.empty(mini.cost.size, dtype=np.int64)
     for r, end in enumerate(ends):
@@ -153,6 +155,18 @@ def _next_fit(tokens: IntArray, start: int, end: int, cap: int) -> list[int]:
         if following >= end - start:
             return [start + place for place in at]
         at.append(following)
+
+
+def _next_fit_padded(tokens: IntArray, start: int, end: int, cap: int) -> list[int]:
+    """Starts of runs whose rows, padded to the longest, hold at most ``cap`` tokens (a longer row stands alone)."""
+    at, longest = [start], 0
+    for row in range(start, end):
+        grown = max(longest, int(tokens[row]))
+        if row > at[-1] and (row - at[-1] + 1) * grown > cap:
+            at.append(row)
+            grown = int(tokens[row])
+        longest = grown
+    return at
 
 
 def _split_to(starts: list[int], end: int, count: int) -> list[int]:

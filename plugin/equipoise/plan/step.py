@@ -7,6 +7,7 @@ rules alone, nor than the batch as it came.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,12 @@ from equipoise.plan.grouped import group_numbers, search_grouped
 from equipoise.plan.layout import MiniBatch, dispatch_order
 from equipoise.plan.limits import check_counts, check_oversize
 from equipoise.plan.makeup import mini_batch_rows, rank_rows
+from equipoise.plan.padded import search_padded
 from equipoise.plan.result import StepPlan, measure
 from equipoise.plan.search import search, tight_bound
 from equipoise.plan.spec import StepSpec
 from equipoise.plan.starts import as_it_came
-from equipoise.workload import CostModel, TransformerCost, as_lengths, row_costs
+from equipoise.workload import CostModel, MicroBatchCost, TransformerCost, as_lengths, row_costs
 
 
 def plan_step(
@@ -45,7 +47,9 @@ def plan_step(
     Args:
         lengths: tokens of each row, shape (n,): a list, a numpy array or a CPU tensor.
         spec: the trainer's settings.
-        cost: cost model; ``TransformerCost()`` if None.
+        cost: cost model; ``TransformerCost()`` if None. One with a method ``micro_batch``, such as
+            :class:`equipoise.PaddedCost`, is for engines that pad: its figures decide, and the cap counts rows ×
+            longest row. It does not go with ``keep_groups``.
         group_ids: shape (n,), the group of each row, such as its prompt's uid: anything hashable. Asked for by
             ``spec.keep_groups``, and without effect on the plan where that is "none": group advantages are computed
             before and do not depend on where a row runs. Padding rows are in no group, whatever their id.
@@ -66,8 +70,10 @@ def plan_step(
     """
     tokens = as_lengths(lengths)
     padding = _flags(is_padding, tokens.size)
-    costs = row_costs(cost if cost is not None else TransformerCost(), tokens)
-    group = _groups(group_ids, tokens.size, spec)
+    model = cost if cost is not None else TransformerCost()
+    costs = row_costs(model, tokens)
+    padded = model if isinstance(model, MicroBatchCost) else None
+    group = _groups(group_ids, tokens.size, spec, padded=padded is not None)
     check_counts(tokens.size, int((~padding).sum()), spec)
     check_oversize(tokens, spec)
     members = mini_batch_rows(tokens, padding, spec)
@@ -84,25 +90,34 @@ def plan_step(
         )
         for j, rows in enumerate(members)
     ]
-    layouts = search(minis, spec) if group is None else search_grouped(minis, members, tokens, group, spec)
+    if padded is not None:
+        layouts = search_padded(minis, spec, padded)
+    elif group is not None:
+        layouts = search_grouped(minis, members, tokens, group, spec)
+    else:
+        layouts = search(minis, spec)
     order, sizes = dispatch_order(layouts, members, sort_columns=True)
-    came = [as_it_came(mini, spec.min_micro_batches, spec.cap) for mini in minis]
+    came = [as_it_came(mini, spec.min_micro_batches, spec.cap, padded=padded is not None) for mini in minis]
     came_order, came_sizes = dispatch_order(came, members, sort_columns=False)
     num_padding = int(padding.sum())
     bound = sum(tight_bound(mini, spec) for mini in minis)
+    figures = functools.partial(measure, costs, tokens, num_padding=num_padding, tight_bound=bound, padded=padded)
     real.flags.writeable = False
     return StepPlan(
         spec=spec,
         order=order,
         sizes=sizes,
         num_real_rows=real,
-        stats=measure(costs, tokens, order, sizes, num_padding=num_padding, tight_bound=bound),
-        incoming=measure(costs, tokens, came_order, came_sizes, num_padding=num_padding, tight_bound=bound),
+        stats=figures(order, sizes),
+        incoming=figures(came_order, came_sizes),
     )
 
 
-def _groups(group_ids: Any, n: int, spec: StepSpec) -> IntArray | None:
+def _groups(group_ids: Any, n: int, spec: StepSpec, *, padded: bool) -> IntArray | None:
     """Number of each row's group, or None where groups need not be kept."""
+    if padded and spec.keep_groups != "none":
+        remedy = 'use keep_groups="none" or a cost model without micro_batch'
+        raise InvalidInput(must("keep_groups", "be 'none' where micro-batches are padded", spec.keep_groups, remedy))
     if group_ids is None and spec.keep_groups != "none":
         remedy = "pass the group of each row, such as its prompt's uid"
         raise InvalidInput(must("group_ids", f"be given with keep_groups = {spec.keep_groups!r}", None, remedy))

@@ -3,5 +3,15 @@
 from equipoise._checks import as_lengths
 from equipoise.workload.cost import CostModel, TokenCost, TransformerCost, row_costs
 from equipoise.workload.fitted import FittedCost
+from equipoise.workload.padded import MicroBatchCost, PaddedCost
 
-__all__ = ["CostModel", "FittedCost", "TokenCost", "TransformerCost", "as_lengths", "row_costs"]
+__all__ = [
+    "CostModel",
+    "FittedCost",
+    "MicroBatchCost",
+    "PaddedCost",
+    "TokenCost",
+    "TransformerCost",
+    "as_lengths",
+    "row_costs",
+]
