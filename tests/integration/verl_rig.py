@@ -109,6 +109,7 @@ def run_verl(
     cwd: Path,
     critic: bool = False,
     stop_at: str | None = None,
+    script: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Completed:
     """``python -m verl.trainer.main_ppo`` on ``dp`` CPU ranks.
@@ -119,6 +120,7 @@ def run_verl(
         timeout_s: the run is killed after this time.
         cwd: folder to run in; gets ``verl.log`` and ``metrics.jsonl``.
         critic: also pass what a critic needs on a CPU, and the tiny model for it.
+        script: a shell script that starts verl with the overrides that it is given, instead of verl's own command.
         stop_at: pattern; the run is killed when a line of its log matches.
         env: more environment variables.
     """
@@ -135,7 +137,8 @@ def run_verl(
         _MARK: mark,
         **(env or {}),
     }
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *cpu_overrides(dp, critic=critic)]
+    start = [sys.executable, "-m", "verl.trainer.main_ppo"] if script is None else ["bash", str(script)]
+    command = [*start, *cpu_overrides(dp, critic=critic)]
     if critic:
         command += tiny_critic_overrides()
     command += ['trainer.logger=["console","file"]', *overrides]
