@@ -50,7 +50,8 @@ def verl_command(
         f"{actor}.use_dynamic_bsz=True",
         f"{actor}.ppo_mini_batch_size={preset.mini_batch_size}",
         f"{actor}.ppo_max_token_len_per_gpu={preset.max_token_len}",
-        f"{rollout}.log_prob_max_token_len_per_gpu={preset.max_token_len}",
+        f"{actor}.fsdp_config.reshard_after_forward=False",  # a small model: gather its weights once a micro-batch
+        f"{rollout}.log_prob_max_token_len_per_gpu={2 * preset.max_token_len}",
         f"{actor}.optim.lr={preset.learning_rate}",
         "trainer.project_name=equipoise",
         f"trainer.experiment_name=main_job_{preset.name}",
@@ -71,7 +72,9 @@ def verl_environment(*, metrics: Path) -> dict[str, str]:
     """Environment of a CPU job whose metrics go to ``metrics``, one JSON line a step."""
     return {
         **cpu_environment(),
-        "MALLOC_ARENA_MAX": "2",  # glibc keeps freed memory by thread; verl's processes have many
+        # glibc keeps what is freed, by thread and in pieces; give large blocks back: two GB less for each trainer
+        "MALLOC_ARENA_MAX": "2",
+        "MALLOC_MMAP_THRESHOLD_": str(3 << 20),
         "PYTHONWARNINGS": "ignore",
         "VERL_FILE_LOGGER_PATH": str(metrics),
     }

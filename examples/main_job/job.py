@@ -149,9 +149,10 @@ class _Job:
                     outcome.reason = f"nothing happened for {_STALL_S / 60:.0f} minutes"
                 time.sleep(_FRAME_S)
         finally:
-            self.phase = "cleaning up"
-            screen.show(self._view(time.monotonic()))
             outcome.ended = len(family.members())
+            if outcome.ended:
+                self.phase = "cleaning up"
+                screen.show(self._view(time.monotonic()))
             outcome.left_behind = [process.pid for process in family.end()]
         return outcome
 
