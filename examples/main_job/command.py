@@ -51,7 +51,7 @@ def verl_command(
         f"{actor}.ppo_mini_batch_size={preset.mini_batch_size}",
         f"{actor}.ppo_max_token_len_per_gpu={preset.max_token_len}",
         f"{actor}.fsdp_config.reshard_after_forward=False",  # a small model: gather its weights once a micro-batch
-        f"{rollout}.log_prob_max_token_len_per_gpu={2 * preset.max_token_len}",
+        f"{rollout}.log_prob_max_token_len_per_gpu={3 * preset.max_token_len}",
         f"{actor}.optim.lr={preset.learning_rate}",
         "trainer.project_name=equipoise",
         f"trainer.experiment_name=main_job_{preset.name}",

@@ -25,7 +25,8 @@ from examples.main_job.screen import Screen
 from examples.main_job.steps import Ledger, Step
 from examples.main_job.watch import Log, StopRequest
 
-_FRAME_S = 0.25
+_POLL_S = 0.2
+_FRAME_S = 1.0
 _MEMORY_EVERY_S = 4.0
 _FATAL_GRACE_S = 20.0
 _STALL_S = 900.0
@@ -87,6 +88,7 @@ class _Job:
         self.pending: list[tuple[Step, Future[MicroBatches]]] = []
         self.memory_gb = self.peak_gb = 0.0
         self.memory_at = self.progress_at = self.begin
+        self.frame_at = 0.0
         self.phase = "starting"
 
     def run(self) -> int:
@@ -138,8 +140,10 @@ class _Job:
             while outcome.returncode is None and outcome.reason is None:
                 outcome.returncode = family.poll()
                 now = time.monotonic()
-                self._look(family, now)
-                screen.show(self._view(now))
+                if outcome.returncode is not None or now - self.frame_at >= _FRAME_S:
+                    self.frame_at = now
+                    self._look(family, now)
+                    screen.show(self._view(now))
                 if stop.signal is not None:
                     outcome.stopped = stop.signal
                     break
@@ -147,13 +151,14 @@ class _Job:
                     outcome.reason = "one of its workers died and it did not end by itself"
                 elif now - self.progress_at > _STALL_S:
                     outcome.reason = f"nothing happened for {_STALL_S / 60:.0f} minutes"
-                time.sleep(_FRAME_S)
+                time.sleep(_POLL_S)
         finally:
             outcome.ended = len(family.members())
             if outcome.ended:
                 self.phase = "cleaning up"
                 screen.show(self._view(time.monotonic()))
             outcome.left_behind = [process.pid for process in family.end()]
+            self._look(family, time.monotonic())
         return outcome
 
     def _look(self, family: Family, now: float) -> None:

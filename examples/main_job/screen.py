@@ -20,7 +20,7 @@ class Screen:
 
     def __init__(self, console: Console, *, live: bool) -> None:
         self._console = console
-        self._live = Live(console=console, refresh_per_second=4, transient=True) if live else None
+        self._live = Live(console=console, refresh_per_second=1, transient=True) if live else None
         self._phase = ""
         self._printed = 0
 
