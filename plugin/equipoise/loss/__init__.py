@@ -1,5 +1,30 @@
 """Losses that are the same on any cluster: sums over a rank's tokens, divided once by global counts."""
 
-from equipoise.loss.aggregation import LossDenominators, agg_loss
-
-__all__ = ["LossDenominators", "agg_loss"]
+from equipoise.loss.advantages import AdvantageConfig as AdvantageConfig
+from equipoise.loss.advantages import AdvantageInputs as AdvantageInputs
+from equipoise.loss.advantages import Advantages as Advantages
+from equipoise.loss.advantages import advantage_estimators as advantage_estimators
+from equipoise.loss.advantages import compute_advantages as compute_advantages
+from equipoise.loss.aggregation import MODES as MODES
+from equipoise.loss.aggregation import agg_loss as agg_loss
+from equipoise.loss.aggregation import group_mean as group_mean
+from equipoise.loss.aggregation import local_mean as local_mean
+from equipoise.loss.denominators import LossDenominators as LossDenominators
+from equipoise.loss.importance import rollout_weights as rollout_weights
+from equipoise.loss.inputs import PerToken as PerToken
+from equipoise.loss.inputs import PolicyConfig as PolicyConfig
+from equipoise.loss.inputs import PolicyInputs as PolicyInputs
+from equipoise.loss.inputs import SelectedTokens as SelectedTokens
+from equipoise.loss.kl import kl_penalty as kl_penalty
+from equipoise.loss.metrics import AnyMetric as AnyMetric
+from equipoise.loss.metrics import MaxMetric as MaxMetric
+from equipoise.loss.metrics import Metric as Metric
+from equipoise.loss.metrics import MinMetric as MinMetric
+from equipoise.loss.metrics import merge_metrics as merge_metrics
+from equipoise.loss.metrics import metric_values as metric_values
+from equipoise.loss.metrics import reduce_metrics as reduce_metrics
+from equipoise.loss.policy import policy_loss as policy_loss
+from equipoise.loss.sft import sft_loss as sft_loss
+from equipoise.loss.surrogates import PolicyLoss as PolicyLoss
+from equipoise.loss.surrogates import policy_losses as policy_losses
+from equipoise.loss.value import value_loss as value_loss
