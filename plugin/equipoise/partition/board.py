@@ -211,10 +211,12 @@ class Boards:
     ) -> int:
         out_rows = self.slots[board, full, :width]  # (P, W)
         in_rows = self.slots[board, empty, :width]
-        shift = weight[board[:, None], out_rows][:, :, None] - weight[board[:, None], in_rows][:, None, :]
-        gain = shift * (gap[:, None, None] - shift)  # half the fall of the sum of squared excesses
-        allowed = self._allowed(board, full, empty, out_rows, in_rows, rules)
-        flat: FloatArray = np.where(allowed, gain, 0.0).reshape(board.size, -1)
+        leave, enter = self._weights_of_free_rows(board, full, empty, out_rows, in_rows, weight, rules)
+        shift: FloatArray = leave[:, :, None] - enter[:, None, :]
+        gain: FloatArray = np.subtract(gap[:, None, None], shift)
+        gain *= shift  # half the fall of the sum of squared excesses; -inf where a slot is not free to change
+        self._forbid(gain, board, full, empty, out_rows, in_rows, rules)
+        flat = gain.reshape(board.size, -1)
         best = flat.argmax(axis=1)
         won = flat[np.arange(board.size), best] > 1e-12 * gap * gap
         if not won.any():
@@ -224,31 +226,58 @@ class Boards:
         self.exchange(board[won], full[won], i, empty[won], m)
         return int(won.sum())
 
-    def _allowed(
-        self, board: IntArray, full: IntArray, empty: IntArray, out_rows: IntArray, in_rows: IntArray, rules: Rules
-    ) -> BoolArray:
+    def _weights_of_free_rows(
+        self,
+        board: IntArray,
+        full: IntArray,
+        empty: IntArray,
+        out_rows: IntArray,
+        in_rows: IntArray,
+        weight: FloatArray,
+        rules: Rules,
+    ) -> tuple[FloatArray, FloatArray]:
+        """Weights of the rows of both cells, shapes (P, W); infinite where a slot holds none that may change cells.
+
+        An empty slot of the emptier cell has weight 0 where the fuller one may give a row away: not its last.
+        """
         nobody = self.num_rows
-        real_out, real_in = out_rows != nobody, in_rows != nobody
-        same_rank = self.rank_of[full] == self.rank_of[empty]
-        may_move = np.ones(board.size, dtype=bool) if rules.moves == "any" else same_rank & (rules.moves == "rank")
-        # a lone row may not leave its cell; nothing may come in alone from the emptier cell
-        may_leave = may_move & (self.count[board, full] > 1)
-        allowed = real_out[:, :, None] & (real_in[:, None, :] | may_leave[:, None, None])
+        leave = np.where(out_rows != nobody, weight[board[:, None], out_rows], -np.inf)
+        if rules.moves == "none":
+            may_give = np.zeros(board.size, dtype=np.bool_)
+        else:
+            may_give = self.count[board, full] > 1
+            if rules.moves == "rank":
+                may_give &= self.rank_of[full] == self.rank_of[empty]
+        open_slot = (in_rows != nobody) | may_give[:, None]
+        return leave, np.where(open_slot, weight[board[:, None], in_rows], np.inf)
+
+    def _forbid(
+        self,
+        gain: FloatArray,
+        board: IntArray,
+        full: IntArray,
+        empty: IntArray,
+        out_rows: IntArray,
+        in_rows: IntArray,
+        rules: Rules,
+    ) -> None:
+        """Set to -inf, in place, what the cap or the kinds do not allow."""
         if self.kind is not None:
+            same_rank = self.rank_of[full] == self.rank_of[empty]
             alike = self.kind[board[:, None], out_rows][:, :, None] == self.kind[board[:, None], in_rows][:, None, :]
-            allowed &= alike if rules.alike else alike | same_rank[:, None, None]
-        if rules.cap is not None:
-            tokens = (
-                self.tokens[board[:, None], out_rows][:, :, None] - self.tokens[board[:, None], in_rows][:, None, :]
-            )
-            after_full = self.fill[board, full][:, None, None] - tokens
-            after_empty = self.fill[board, empty][:, None, None] + tokens
-            fits_full = (after_full <= rules.cap) | (self.count[board, full] == 1)[:, None, None]
-            fits_empty = (after_empty <= rules.cap) | (
-                (self.count[board, empty] == 1)[:, None, None] & real_in[:, None, :]
-            )
-            allowed &= fits_full & fits_empty
-        return allowed
+            gain[~(alike if rules.alike else alike | same_rank[:, None, None])] = -np.inf
+        if rules.cap is None:
+            return
+        lone_full, lone_empty = self.count[board, full] == 1, self.count[board, empty] == 1
+        least: FloatArray = np.where(lone_full, -np.inf, self.fill[board, full] - rules.cap)
+        most: FloatArray = np.where(
+            lone_empty[:, None] & (in_rows != self.num_rows), np.inf, (rules.cap - self.fill[board, empty])[:, None]
+        )
+        out_tokens, in_tokens = self.tokens[board[:, None], out_rows], self.tokens[board[:, None], in_rows]
+        if (least <= -in_tokens.max()).all() and (out_tokens.max() <= most).all():
+            return  # the cap is far from every pair
+        tokens = out_tokens[:, :, None] - in_tokens[:, None, :]
+        gain[(tokens < least[:, None, None]) | (tokens > most[:, None, :])] = -np.inf
 
     def exchange(self, board: IntArray, cell_a: IntArray, at_a: IntArray, cell_b: IntArray, at_b: IntArray) -> None:
         """Swap slot ``at_a`` of ``cell_a`` with slot ``at_b`` of ``cell_b``; an empty slot b makes it a move.
@@ -277,6 +306,28 @@ class Boards:
         self.load[board, cell_b] += cost
         self.fill[board, cell_a] -= tokens
         self.fill[board, cell_b] += tokens
+
+    def exchange_one(self, j: int, cell_a: int, at_a: int, cell_b: int, at_b: int) -> None:
+        """The same for one board and two cells, in a tenth of the time."""
+        slots, count = self.slots[j], self.count[j]
+        a, b = int(slots[cell_a, at_a]), int(slots[cell_b, at_b])
+        self.cell[j, a] = cell_b
+        if b == self.num_rows:
+            last = int(count[cell_a]) - 1
+            slots[cell_b, int(count[cell_b])] = a
+            slots[cell_a, at_a] = slots[cell_a, last]
+            slots[cell_a, last] = b
+            count[cell_a] -= 1
+            count[cell_b] += 1
+        else:
+            slots[cell_a, at_a], slots[cell_b, at_b] = b, a
+            self.cell[j, b] = cell_a
+        cost = self.cost[j, a] - self.cost[j, b]
+        tokens = self.tokens[j, a] - self.tokens[j, b]
+        self.load[j, cell_a] -= cost
+        self.load[j, cell_b] += cost
+        self.fill[j, cell_a] -= tokens
+        self.fill[j, cell_b] += tokens
 
 
 def _water_line(floor: FloatArray, total: float) -> float:

@@ -54,31 +54,63 @@ def even_out_loads(boards: Boards, rules: Rules, *, max_rounds: int = 48, tolera
             return
 
 
-def fit_cap(boards: Boards, rules: Rules, *, max_rounds: int = 64) -> BoolArray:
-    """Even out tokens until no cell exceeds the cap, where that can be found.
+def fit_cap(boards: Boards, rules: Rules, *, max_rounds: int = 8, max_steps: int = 96) -> BoolArray:
+    """Bring every cell under the cap, where that can be found: rounds of pairwise changes, then exact steps.
 
     Args:
         boards: changed in place.
         rules: what a change must respect; without a cap everything fits.
         max_rounds: a bound on the time.
+        max_steps: exact steps of each board, a bound on the time.
 
     Returns:
         Which boards fit, shape (J,).
 
     """
-    everywhere = np.ones(boards.num_boards, dtype=np.bool_)
     if rules.cap is None:
-        return everywhere
-    free = Rules(cap=None, moves=rules.moves)
+        return np.ones(boards.num_boards, dtype=np.bool_)
+    free = Rules(cap=None, moves=rules.moves, alike=rules.alike)
     weight = boards.tokens.astype(np.float64)
-    idle = 0
     for turn in range(max_rounds):
-        if idle >= 4 or not _over_cap(boards, rules.cap).any():
+        over = _over_cap(boards, rules.cap).any(axis=1)
+        if not over.any():
             break
         excess = boards.fill.astype(np.float64)
-        changed = boards.even_out(excess, weight, free, active=everywhere, within_column=False, shift=turn)
-        idle = 0 if changed else idle + 1
+        boards.even_out(excess, weight, free, active=over, within_column=False, shift=turn)
+    for j in np.flatnonzero(_over_cap(boards, rules.cap).any(axis=1)).tolist():
+        _relieve(boards, j, free, rules.cap, max_steps)
     return np.asarray(~_over_cap(boards, rules.cap).any(axis=1), dtype=np.bool_)
+
+
+def _relieve(boards: Boards, j: int, free: Rules, cap: int, max_steps: int) -> None:
+    """Take from the fullest cells what brings them under the cap, into cells that it leaves under it.
+
+    Of the swaps and moves that leave the fewest tokens above the cap, the one after which columns grow least is made.
+    """
+    cost, tokens = boards.cost[j], boards.tokens[j]
+    stuck = np.zeros(boards.num_cells, dtype=np.bool_)
+    for _ in range(max_steps):
+        fill, count = boards.fill[j], boards.count[j]
+        over: IntArray = np.where(count > 1, np.maximum(fill - cap, 0), 0)
+        cell = int(np.where(stuck, 0, over).argmax())
+        if stuck[cell] or not over[cell]:
+            return
+        swaps = _Swaps.of(boards, j, cell, free, None)
+        partner = swaps.partner_cell
+        moved: IntArray = tokens[swaps.rows][:, None] - tokens[swaps.partner_row]
+        lone = (count[partner] == 1) & (swaps.partner_row != boards.num_rows)
+        left: IntArray = np.maximum(over[cell] - moved, 0) - over[cell]
+        left = left + np.where(lone, 0, np.maximum(fill[partner] + moved - cap, 0) - over[partner])
+        top = boards.load[j].reshape(boards.num_columns, boards.num_ranks).max(axis=1)
+        grown: FloatArray = boards.load[j, partner] + cost[swaps.rows][:, None] - cost[swaps.partner_row]
+        grown = np.maximum(grown - top[boards.column_of[partner]], 0.0)
+        value: FloatArray = np.where(swaps.allowed & (left < 0), left + grown / (1.0 + top.sum()), 0.0)
+        a, b = divmod(int(value.argmin()), value.shape[1])
+        if value[a, b] < 0:
+            swaps.apply(boards, j, cell, a, b)
+            stuck[:] = False
+        else:
+            stuck[cell] = True
 
 
 def _over_cap(boards: Boards, cap: int) -> BoolArray:
@@ -206,13 +238,13 @@ class _Swaps:
     def apply(self, boards: Boards, j: int, cell: int, a: int, b: int) -> None:
         """Make the swap or move of row a with partner b."""
         other = int(self.partner_cell[b])
-        at = np.flatnonzero(boards.slots[j, cell] == self.rows[a])
+        at = int((boards.slots[j, cell] == self.rows[a]).argmax())
         if self.partner_row[b] == boards.num_rows:
             boards.ensure_room(int(boards.count[j, other]) + 1)
-            at_other = boards.count[j, other : other + 1]
+            at_other = int(boards.count[j, other])
         else:
-            at_other = np.flatnonzero(boards.slots[j, other] == self.partner_row[b])
-        boards.exchange(np.array([j]), np.array([cell]), at, np.array([other]), at_other)
+            at_other = int((boards.slots[j, other] == self.partner_row[b]).argmax())
+        boards.exchange_one(j, cell, at, other, at_other)
 
 
 def _spread(rows: IntArray, cost: FloatArray, most: int) -> IntArray:
