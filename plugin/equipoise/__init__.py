@@ -18,8 +18,30 @@ if TYPE_CHECKING:
     from equipoise.errors import EquipoiseWarning as EquipoiseWarning
     from equipoise.errors import InfeasiblePlan as InfeasiblePlan
     from equipoise.errors import InvalidInput as InvalidInput
+    from equipoise.loss import AdvantageConfig as AdvantageConfig
+    from equipoise.loss import AdvantageInputs as AdvantageInputs
+    from equipoise.loss import Advantages as Advantages
     from equipoise.loss import LossDenominators as LossDenominators
+    from equipoise.loss import Metric as Metric
+    from equipoise.loss import PerToken as PerToken
+    from equipoise.loss import PolicyConfig as PolicyConfig
+    from equipoise.loss import PolicyInputs as PolicyInputs
+    from equipoise.loss import PolicyLoss as PolicyLoss
+    from equipoise.loss import SelectedTokens as SelectedTokens
+    from equipoise.loss import advantage_estimators as advantage_estimators
     from equipoise.loss import agg_loss as agg_loss
+    from equipoise.loss import compute_advantages as compute_advantages
+    from equipoise.loss import group_mean as group_mean
+    from equipoise.loss import kl_penalty as kl_penalty
+    from equipoise.loss import local_mean as local_mean
+    from equipoise.loss import merge_metrics as merge_metrics
+    from equipoise.loss import metric_values as metric_values
+    from equipoise.loss import policy_loss as policy_loss
+    from equipoise.loss import policy_losses as policy_losses
+    from equipoise.loss import reduce_metrics as reduce_metrics
+    from equipoise.loss import rollout_weights as rollout_weights
+    from equipoise.loss import sft_loss as sft_loss
+    from equipoise.loss import value_loss as value_loss
     from equipoise.partition import pack as pack
     from equipoise.partition import packers as packers
     from equipoise.partition import partitioners as partitioners
@@ -44,8 +66,30 @@ _HOME = {
     "EquipoiseWarning": "equipoise.errors",
     "InfeasiblePlan": "equipoise.errors",
     "InvalidInput": "equipoise.errors",
+    "AdvantageConfig": "equipoise.loss",
+    "AdvantageInputs": "equipoise.loss",
+    "Advantages": "equipoise.loss",
     "LossDenominators": "equipoise.loss",
+    "Metric": "equipoise.loss",
+    "PerToken": "equipoise.loss",
+    "PolicyConfig": "equipoise.loss",
+    "PolicyInputs": "equipoise.loss",
+    "PolicyLoss": "equipoise.loss",
+    "SelectedTokens": "equipoise.loss",
+    "advantage_estimators": "equipoise.loss",
     "agg_loss": "equipoise.loss",
+    "compute_advantages": "equipoise.loss",
+    "group_mean": "equipoise.loss",
+    "kl_penalty": "equipoise.loss",
+    "local_mean": "equipoise.loss",
+    "merge_metrics": "equipoise.loss",
+    "metric_values": "equipoise.loss",
+    "policy_loss": "equipoise.loss",
+    "policy_losses": "equipoise.loss",
+    "reduce_metrics": "equipoise.loss",
+    "rollout_weights": "equipoise.loss",
+    "sft_loss": "equipoise.loss",
+    "value_loss": "equipoise.loss",
     "pack": "equipoise.partition",
     "packers": "equipoise.partition",
     "partitioners": "equipoise.partition",
@@ -64,6 +108,9 @@ _HOME = {
 
 __version__ = "0.1.0"
 __all__ = [
+    "AdvantageConfig",
+    "AdvantageInputs",
+    "Advantages",
     "CostModel",
     "EquipoiseConfig",
     "EquipoiseError",
@@ -72,14 +119,27 @@ __all__ = [
     "InfeasiblePlan",
     "InvalidInput",
     "LossDenominators",
+    "Metric",
     "PaddedCost",
+    "PerToken",
     "PlanStats",
+    "PolicyConfig",
+    "PolicyInputs",
+    "PolicyLoss",
+    "SelectedTokens",
     "StepPlan",
     "StepSpec",
     "TokenCost",
     "TransformerCost",
     "__version__",
+    "advantage_estimators",
     "agg_loss",
+    "compute_advantages",
+    "group_mean",
+    "kl_penalty",
+    "local_mean",
+    "merge_metrics",
+    "metric_values",
     "pack",
     "packers",
     "pad_batch",
@@ -87,9 +147,15 @@ __all__ = [
     "partition",
     "partitioners",
     "plan_step",
+    "policy_loss",
+    "policy_losses",
+    "reduce_metrics",
     "reorder",
     "required_batch_multiple",
     "restore",
+    "rollout_weights",
+    "sft_loss",
+    "value_loss",
 ]
 
 

@@ -123,7 +123,9 @@ def like(values: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     if not column.is_nested:
         return values
     lengths = cast("list[int]", _row_lengths(column, "column").tolist())
-    return torch.nested.as_nested_tensor(list(values[0].split(lengths)), layout=torch.jagged)
+    return torch.nested.as_nested_tensor(
+        list(cast("tuple[torch.Tensor, ...]", values[0].split(lengths))), layout=torch.jagged
+    )
 
 
 def numbers_of_rows(per_row: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
