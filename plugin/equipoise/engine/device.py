@@ -1,0 +1,67 @@
+"""Which device this process computes on, whose it is, and the process group that goes with it."""
+
+# pyright: reportPrivateImportUsage=false
+# torch.distributed lists HashStore nowhere.
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEVICE_VARIABLE = "EQUIPOISE_DEVICE"
+"""Environment variable that overrides the device found: cpu, cuda, npu or any name that an engine is registered for."""
+VENDOR_VARIABLE = "EQUIPOISE_VENDOR"
+"""Environment variable that overrides the vendor found: nvidia, amd, huawei or any name that an engine has."""
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+
+
+def device_name() -> str:
+    """``EQUIPOISE_DEVICE`` if set, else "cuda" or "npu" where there is one, else "cpu"."""
+    asked = os.environ.get(DEVICE_VARIABLE)
+    if asked:
+        return asked
+    if torch.cuda.is_available():
+        return "cuda"
+    npu = getattr(torch, "npu", None)
+    return "npu" if npu is not None and npu.is_available() else "cpu"
+
+
+def vendor_name(device: str) -> str | None:
+    """``EQUIPOISE_VENDOR`` if set, else whose ``device`` torch was built for; None where it is no one's."""
+    asked = os.environ.get(VENDOR_VARIABLE)
+    if asked:
+        return asked
+    if device == "cuda":
+        return "amd" if torch.version.hip else "nvidia"
+    return "huawei" if device == "npu" else None
+
+
+def local_device(name: str) -> torch.device:
+    """The device of this process: of several accelerators, the one numbered ``LOCAL_RANK``."""
+    if name == "cpu":
+        return torch.device("cpu")
+    device = torch.device(name, int(os.environ.get("LOCAL_RANK", "0")))
+    accelerator: Any = getattr(torch, name)
+    accelerator.set_device(device)
+    return device
+
+
+def ensure_process_group(name: str) -> None:
+    """Start torch.distributed where nobody has: from torchrun's environment, else for this process alone."""
+    if dist.is_initialized():
+        return
+    backend = _BACKENDS.get(name)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def collective_device(group: Any) -> torch.device:
+    """Where the tensors of small collectives must lie: the CPU if the group speaks gloo, else the accelerator."""
+    if "gloo" in str(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    return local_device(device_name())
