@@ -162,6 +162,8 @@ def token_lengths(data: TensorDict) -> IntArray:
     Raises:
         InvalidInput: no ``input_ids``, or dense ones without an ``attention_mask``.
     """
+    if data.batch_size[0] == 0:
+        return np.zeros(0, dtype=np.int64)
     ids = data.get("input_ids", None)
     if not isinstance(ids, torch.Tensor):
         raise InvalidInput(must("data", "have a tensor 'input_ids'", sorted(map(str, data.keys())), "add it"))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from equipoise.engine.attention import register
+from equipoise.engine import attention, ulysses
 from equipoise.engine.config import EngineConfig
 from equipoise.engine.log_probs import token_log_probs
 from equipoise.errors import InvalidInput, must
@@ -121,7 +121,7 @@ def build(source: Any, config: EngineConfig) -> AnyModel:
         config: names type, dtype and checkpointing.
 
     Raises:
-        InvalidInput: a source or model type that is not known here.
+        InvalidInput: a source or model type that is not known here, or heads that ``sp_size`` does not divide.
     """
     dtype = DTYPES[config.dtype]
     if isinstance(source, PreTrainedModel):
@@ -133,7 +133,9 @@ def build(source: Any, config: EngineConfig) -> AnyModel:
     else:
         remedy = "pass its folder, its HF configuration or a HF module"
         raise InvalidInput(must("model", "be a causal language model", type(source).__name__, remedy))
-    hf.set_attn_implementation(register())
+    if config.sp_size > 1:
+        ulysses.check_heads(hf.config.get_text_config().num_attention_heads, config.sp_size)
+    hf.set_attn_implementation(ulysses.register() if config.sp_size > 1 else attention.register())
     if config.gradient_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.model_type == "language_model":

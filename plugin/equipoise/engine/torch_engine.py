@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 from equipoise.engine import checkpoint, models
-from equipoise.engine.attention import packed
 from equipoise.engine.base import BaseEngine, EngineOutput, LossFunction, PassOptions, WrongState
 from equipoise.engine.config import OptimizerConfig
 from equipoise.engine.device import collective_device, device_name, ensure_process_group, local_device
 from equipoise.engine.microbatches import MicroBatches, prepare_micro_batches
+from equipoise.engine.log_probs import IGNORE
 from equipoise.engine.packing import PackedRow
+from equipoise.engine.ulysses import gather_sequence, pad_to_multiple, shard_sequence, sharded
 from equipoise.errors import EquipoiseWarning, InvalidInput, must
 from equipoise.loss import LossDenominators
 from equipoise.loss.metrics import AnyMetric, merge_metrics
@@ -239,15 +240,16 @@ class TorchEngine(BaseEngine):
 
     def _forward(self, micro_batch: TensorDict, asked: PassOptions) -> dict[str, torch.Tensor]:
         row = PackedRow.of(micro_batch)
-        with packed(row.offsets), self._autocast():
-            columns = self.module(
-                row.input_ids,
-                row.position_ids,
-                row.labels,
-                temperature=asked.temperature,
-                with_entropy=asked.with_entropy,
-            )
-        return {name: row.unpack(column) for name, column in columns.items()}
+        padded = ((row.input_ids, 0), (row.position_ids, 0), (row.labels, IGNORE))
+        inputs = [
+            shard_sequence(pad_to_multiple(whole, self.config.sp_size, value=value), self.sp_group)
+            for whole, value in padded
+        ]
+        with sharded(row.offsets, self.sp_group), self._autocast():
+            columns = self.module(*inputs, temperature=asked.temperature, with_entropy=asked.with_entropy)
+        tokens = row.input_ids.shape[-1]
+        gathered = {name: gather_sequence(column, self.sp_group, length=tokens) for name, column in columns.items()}
+        return {name: row.unpack(column) for name, column in gathered.items()}
 
     def _mean_over_ranks(self, total: torch.Tensor) -> float:
         total = total.to(collective_device(self.dp_group))
