@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import tempfile
 import traceback
 import uuid
 from collections.abc import Callable
@@ -40,6 +41,37 @@ class Groups:
     def train_mini_batch(self, batch: Any) -> Any:
         self._keep(batch)
         return SimpleNamespace(get=lambda: {"metrics": {"mfu": [0.5], "loss": [0.0]}})
+
+
+class TimedGroups(Groups):
+    """Workers whose micro-batches take a known time, that of the slowest rank; ``silent`` ones run verl's own."""
+
+    silent = False
+
+    def update_actor(self, batch: Any) -> Any:
+        from equipoise.trainer_hooks.on_verl.wire import decode
+
+        output = super().update_actor(batch)
+        plan = decode(batch.extra_info["equipoise_plan"])
+        if self.silent or not plan.timed:
+            return output
+        assert plan.sizes is not None
+        lengths = iter(tag["seq_len"] for tag in batch.tags)
+        own = [
+            [[law([next(lengths) for _ in range(int(rows))]) for rows in sizes[rank]] for sizes in plan.sizes]
+            for rank in range(plan.dp_size)
+        ]
+        times: list[float] = []
+        for step in range(plan.num_mini_batches):
+            slowest = np.max([rank[step] for rank in own], axis=0).tolist()
+            times += [float(step), *slowest] * plan.dp_size
+        output["metrics"]["equipoise_seconds"] = times
+        return output
+
+
+def law(lengths: list[int]) -> float:
+    """Seconds of a micro-batch of :class:`TimedGroups`."""
+    return 0.01 + sum(1e-4 * n + 4e-7 * n * n for n in lengths)
 
 
 def describe(wire: bytes) -> dict[str, Any]:
@@ -289,6 +321,28 @@ def filtered_rows() -> Any:
     return made.actor_rollout_wg.sent
 
 
+def refitted() -> Any:
+    """Six steps with cost=fitted; in the fifth the workers fall back."""
+    from transformers import Qwen2Config
+
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen2Config(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=100).save_pretrained(folder)
+        record = Path(folder) / "record.jsonl"
+        made = trainer(
+            ["equipoise.cost=fitted", f"equipoise.record={record}", f"actor_rollout_ref.model.path={folder}"], dp=2
+        )
+        made.actor_rollout_wg = TimedGroups(actor=2)
+        steps: list[dict[str, Any]] = []
+        for step in range(6):
+            metrics: dict[str, Any] = {}
+            draw = np.random.default_rng(step)
+            made.actor_rollout_wg.silent = step == 4
+            batch = made._balance_batch(put([int(n) for n in draw.integers(6, 300, 32)]), metrics)
+            made._update_actor(batch, metrics)
+            steps.append(metrics)
+        return {"metrics": steps, "costs": [json.loads(line)["cost"] for line in record.read_text().splitlines()]}
+
+
 def main(out: str) -> None:
     import ray
     import transfer_queue as tq
@@ -316,6 +370,8 @@ def main(out: str) -> None:
         "measured_only": measured_only,
         "shuffled": shuffled,
         "filtered_rows": filtered_rows,
+        "refitted": refitted,
+        "measured_and_fitted": fails("equipoise=verl", "equipoise.cost=fitted"),
         "other_verl": other_verl,
         "unknown_key": fails("+equipoise.algoritm=kk"),
         "bad_value": fails("equipoise.algorithm=best"),

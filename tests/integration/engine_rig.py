@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
@@ -171,7 +172,8 @@ def recorded_micro_batches() -> Any:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         micro_batches, indices = inner(*args, **kwargs)
-        calls.append([row_lengths(m) for m in micro_batches])
+        # by index: timed micro-batches are for the engine to go through
+        calls.append([row_lengths(micro_batches[i]) for i in range(len(micro_batches))])
         return micro_batches, indices
 
     engine.prepare_micro_batches = call
@@ -189,6 +191,7 @@ def planned(
     padding: int = 0,
     cap: int | None = CAP,
     micro_rows: int | None = None,
+    timed: bool = False,
 ) -> tuple[eq.StepPlan, bytes]:
     """A plan and what the driver would send of it."""
     from equipoise.trainer_hooks.on_verl.wire import encode, wire_of
@@ -198,7 +201,7 @@ def planned(
         dp_size=world, num_mini_batches=steps, max_token_len_per_gpu=cap, micro_batch_size_per_gpu=micro_rows
     )
     plan = eq.plan_step(whole, spec, is_padding=np.arange(whole.size) >= len(lengths))
-    return plan, encode(wire_of(plan, whole))
+    return plan, encode(wire_of(plan, whole, timed=timed))
 
 
 def update(
@@ -228,7 +231,9 @@ def update(
     if wire is not None:
         tu.assign_non_tensor(data, equipoise_plan=wire)
     with counted_collectives() as counts, heard_warnings() as heard, recorded_micro_batches() as micro_batches:
+        began = time.perf_counter()
         output = made.train_mini_batch(data)
+        wall_s = time.perf_counter() - began
     metrics = tu.get(output, "metrics")
     weights = {name: p.full_tensor().detach().clone() for name, p in made.engine.module.named_parameters()}
     return {
@@ -236,6 +241,8 @@ def update(
         "pg_loss": metrics["actor/pg_loss"],
         "grad_norm": metrics["grad_norm"],
         "weights": weights,
+        "seconds": metrics.get("equipoise_seconds"),
+        "wall_s": wall_s,
         "collectives": dict(counts),
         "warnings": list(heard),
         "micro_batches": micro_batches,
@@ -268,11 +275,11 @@ def scenarios(model: str, rank: int, world: int) -> dict[str, Any]:
     """Everything that the tests compare, by name."""
     out: dict[str, Any] = {}
     every = rows(LENGTHS)
-    plan, wire = planned(LENGTHS, world, steps=2)
+    plan, wire = planned(LENGTHS, world, steps=2, timed=True)
     mine = [every[i] for i in plan.rank_rows(rank)]
     out["update/verl"] = update(model, mine, rows_per_step=8, wire=None)
     out["update/plan"] = update(model, mine, rows_per_step=8, wire=wire)
-    fixed_plan, fixed_wire = planned(LENGTHS, world, steps=2, cap=None, micro_rows=2)
+    fixed_plan, fixed_wire = planned(LENGTHS, world, steps=2, cap=None, micro_rows=2, timed=True)
     fixed = [every[i] for i in fixed_plan.rank_rows(rank)]
     out["fixed/plan"] = update(model, fixed, rows_per_step=8, wire=fixed_wire, dynamic=False)
     out["fixed/rows"] = [[LENGTHS[i] for i in m] for step in fixed_plan.micro_batches(rank) for m in step]

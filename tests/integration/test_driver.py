@@ -169,6 +169,34 @@ def test_rows_filtered_after_balancing_are_planned_anew(rig: dict[str, Any]) -> 
     assert sent["wire"]["steps"] == 2
 
 
+def test_the_cost_is_refitted_to_the_measured_times_and_plans_the_next_step(rig: dict[str, Any]) -> None:
+    scenario = rig["refitted"]
+    costs = [cost["model"] for cost in scenario["result"]["costs"]]
+    assert costs == ["transformer", "transformer", "transformer", "fitted", "fitted", "fitted"]
+    assert scenario["result"]["costs"][0]["linear"] != 24576.0  # the model's own
+    for cost in scenario["result"]["costs"][3:]:
+        assert cost["linear"] == pytest.approx(1e-4, rel=1e-3)
+        assert cost["quadratic"] == pytest.approx(4e-7, rel=1e-3)
+        assert cost["per_call"] == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_fit_is_logged_and_the_times_are_not(rig: dict[str, Any]) -> None:
+    scenario = rig["refitted"]
+    steps = scenario["result"]["metrics"]
+    assert [step["equipoise/fit/used"] for step in steps] == [0, 0, 0, 1, 1, 1]
+    calls = [step["equipoise/fit/calls"] for step in steps]
+    assert calls[0] == 0
+    assert 0 < calls[1] < 10 <= calls[2] < calls[3] == calls[4] < calls[5]
+    assert ["equipoise/fit/error" in step for step in steps] == [False, False, True, True, False, True]
+    assert steps[2]["equipoise/fit/error"] > 0.01  # the model's FLOPs know nothing of the time of a call
+    assert steps[3]["equipoise/fit/error"] < 1e-3
+    assert steps[5]["equipoise/fit/r2"] == pytest.approx(1.0)
+    assert not any("equipoise_seconds" in key for step in steps for key in step)
+    warnings = [line for line in scenario["heard"] if line.startswith("WARNING")]
+    assert len(warnings) == 1
+    assert "sent no times" in warnings[0]
+
+
 @pytest.mark.parametrize(
     ("scenario", "kind", "words"),
     [
@@ -178,6 +206,7 @@ def test_rows_filtered_after_balancing_are_planned_anew(rig: dict[str, Any]) -> 
         ("mini_batch", "InvalidConfig", ["ppo_mini_batch_size", "data-parallel size 4", "3 × 1 = 3", "use 4"]),
         ("fixed_rows", "InvalidConfig", ["ppo_micro_batch_size_per_gpu", "2 rows", "got 3", "[1, 2]"]),  # C5, A8
         ("row_above_cap", "InfeasiblePlan", ["ppo_max_token_len_per_gpu", "600", "601", "oversize", "step 1"]),  # B3
+        ("measured_and_fitted", "InvalidConfig", ["equipoise.cost", "fitted", "planner=verl"]),
         ("unwritable_record", "InvalidConfig", ["equipoise.record", "/proc/nowhere"]),
     ],
 )

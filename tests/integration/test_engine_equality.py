@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from equipoise.trainer_hooks.on_verl.refit import split_times
 from tests.integration import engine_rig
 from tests.integration.verl_rig import tiny
 
@@ -106,6 +107,30 @@ def test_a_plan_adds_no_collective_and_spares_the_count_agreement(ranks: list[di
             with_plan, without = rank[f"{stage}/plan"]["collectives"], rank[f"{stage}/verl"]["collectives"]
             assert all(with_plan.get(name, 0) <= without.get(name, 0) for name in {*with_plan, *without})
             assert with_plan["all_reduce"] < without["all_reduce"]
+
+
+def test_each_planned_micro_batch_is_timed_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    """The times come with the metrics that verl gathers; the counts of collectives above are those of timed runs."""
+    plans = {
+        "update/plan": engine_rig.planned(engine_rig.LENGTHS, 2, steps=2)[0],
+        "fixed/plan": engine_rig.planned(engine_rig.LENGTHS, 2, steps=2, cap=None, micro_rows=2)[0],
+    }
+    for name, plan in plans.items():
+        times = ranks[0][name]["seconds"]
+        assert ranks[1][name]["seconds"] == times
+        found = split_times(times, plan)
+        assert found is not None
+        assert [step for step, _ in found] == [0, 1]
+        for rank in range(2):
+            seconds = np.concatenate([block[rank] for _, block in found])
+            assert (seconds > 0).all()
+            assert seconds.sum() < ranks[rank][name]["wall_s"]
+
+
+def test_updates_that_do_not_run_the_plan_send_no_times(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for name in ("update/verl", "strange/update", "small_cap", "padded/token-mean"):
+            assert rank[name]["seconds"] is None
 
 
 def test_all_ranks_fall_back_alike_when_one_holds_other_rows(ranks: list[dict[str, Any]]) -> None:

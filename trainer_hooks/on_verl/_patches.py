@@ -1,6 +1,6 @@
 """Every place where verl is touched or relied on, the version it was read in, and how it is undone.
 
-verl 0.9.1. Three names are replaced, all others are only called or relied on:
+verl 0.9.1. Four names are replaced, all others are only called or relied on:
 
 * ``PPOTrainer.__init__`` (verl/trainer/ppo/v1/trainer_base.py:120) attaches to an instance whose configuration has the
   node; verl offers no hook between the trainer's construction and its first step, and other trainer names than "sync"
@@ -9,8 +9,12 @@ verl 0.9.1. Three names are replaced, all others are only called or relied on:
   verl 0.9. Until that trainer is gone.
 * ``prepare_micro_batches`` (verl/workers/engine/utils.py:92) takes micro-batches from a plan that the batch carries.
   Until verl's engines accept ready micro-batches.
+* ``postprocess_batch_func`` (verl/workers/engine/utils.py:158) adds the seconds of the micro-batches to an update's
+  metrics where the plan asks for them (cost=fitted). They travel in the gather that verl makes of its metrics anyway
+  (``TrainingWorker._postprocess_output``), and ``caught_times`` takes them out on the driver before verl averages.
+  Until verl reports times of its own.
 
-``undo`` puts all three back.
+``undo`` puts all four back.
 """
 
 # verl is not typed; its objects are Any here and everything that comes from it is checked before use.
@@ -24,7 +28,8 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -74,11 +79,15 @@ POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(_PADDING, "upsample_batch_to_divisible_size", "44551c82c7f0e6fb"),
     PatchPoint(_PADDING, "construct_minimal_padding_template", "9edb1b31cd9c086c"),
     PatchPoint("verl.workers.engine.utils", "prepare_micro_batches", "a74559dd0ed33e09"),
+    PatchPoint("verl.workers.engine.utils", "postprocess_batch_func", "1f4ed244afd6e42b"),
     PatchPoint("verl.utils.seqlen_balancing", "rearrange_micro_batches", "6be2e290c47e56f9"),
     PatchPoint("verl.workers.engine_workers", "TrainingWorker.train_mini_batch", "3cc1cbfc5c1ab838"),
+    PatchPoint("verl.workers.engine_workers", "TrainingWorker._postprocess_output", "e3714152bf408270"),
 )
 
 WIRE_KEY = "equipoise_plan"  # of the plan in a batch's extra information
+CLOCK_KEY = "equipoise_clock"  # of the timed micro-batches in a mini-batch
+TIMES_KEY = "equipoise_seconds"  # of their seconds in the metrics of an update
 _undo: list[Callable[[], None]] = []
 
 
@@ -152,11 +161,12 @@ def patch_legacy_trainer(module: ModuleType) -> None:
 
 
 def patch_engines(module: ModuleType) -> None:
-    """Make every engine's ``prepare_micro_batches`` follow a plan where the batch carries one.
+    """Make every engine's ``prepare_micro_batches`` follow a plan where the batch carries one, and time it if asked.
 
-    Engines bind the name at import; those that are loaded already are changed one by one.
+    Engines bind the names at import; those that are loaded already are changed one by one.
     """
     original = module.__dict__["prepare_micro_batches"]
+    original_end = module.__dict__["postprocess_batch_func"]
 
     @functools.wraps(original)
     def prepare_micro_batches(data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,11 +176,47 @@ def patch_engines(module: ModuleType) -> None:
 
         return prepare_planned(original, data, *args, **kwargs)
 
+    @functools.wraps(original_end)
+    def postprocess_batch_func(output_lst: Any, indices: Any, data: Any) -> Any:
+        output = original_end(output_lst, indices, data)
+        if data.get(CLOCK_KEY, None) is not None:
+            from equipoise.trainer_hooks.on_verl.clock import add_times
+
+            add_times(output, data)
+        return output
+
     for name, loaded in [("", module), *sys.modules.items()]:
-        ours = not name or name.startswith("verl.workers.engine")
-        if ours and loaded.__dict__.get("prepare_micro_batches") is original:
-            loaded.__dict__["prepare_micro_batches"] = prepare_micro_batches
-            _undo.append(functools.partial(setattr, loaded, "prepare_micro_batches", original))
+        if name and not name.startswith("verl.workers.engine"):
+            continue
+        for old, new in ((original, prepare_micro_batches), (original_end, postprocess_batch_func)):
+            if loaded.__dict__.get(old.__name__) is old:
+                loaded.__dict__[old.__name__] = new
+                _undo.append(functools.partial(setattr, loaded, old.__name__, old))
+
+
+@contextmanager
+def caught_times(group: Any) -> Generator[list[float], None, None]:
+    """While the block runs, take the workers' times out of what ``group.update_actor`` returns, into the list.
+
+    verl would average them with its metrics.
+    """
+    original, own = group.update_actor, "update_actor" in vars(group)
+    times: list[float] = []
+
+    @functools.wraps(original)
+    def update_actor(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        times.extend(output["metrics"].pop(TIMES_KEY, []))
+        return output
+
+    group.update_actor = update_actor
+    try:
+        yield times
+    finally:
+        if own:
+            group.update_actor = original
+        else:
+            del group.update_actor
 
 
 def pad_rows(batch: Any, multiple: int, eos_token_id: int, row_tokens: int) -> Any:

@@ -15,6 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from equipoise.errors import InfeasiblePlan, InvalidConfig, InvalidInput, must
 from equipoise.plan import StepPlan, plan_step, required_batch_multiple
 from equipoise.trainer_hooks.on_verl import _patches
 from equipoise.trainer_hooks.on_verl.record import Recorder
+from equipoise.trainer_hooks.on_verl.refit import OnlineFit, measured_calls
 from equipoise.trainer_hooks.on_verl.settings import (
     Stage,
     StageSettings,
@@ -33,6 +35,7 @@ from equipoise.trainer_hooks.on_verl.settings import (
     stage_settings,
 )
 from equipoise.trainer_hooks.on_verl.wire import encode, wire_of, wire_of_counts
+from equipoise.workload import CostModel, FittedCost
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -178,6 +181,9 @@ class StepPlanner:
         self.trainer = trainer
         self.config = config
         self.cost = cost_model(config, trainer.config)
+        self.fit: OnlineFit | None = None
+        if config.cost == "fitted":
+            self.fit = OnlineFit(self.cost, window=config.fit_window, min_r2=config.fit_min_r2, warn=self._warn_once)
         self.recorder = Recorder(config.record)
         self._batch: _Batch | None = None
         self._warned: set[str] = set()
@@ -255,11 +261,11 @@ class StepPlanner:
         batch = self._pad(batch)
         stage: Stage = "actor" if self._updates_actor() or not self.trainer.use_critic else "critic"
         if not self._balances():
-            self._batch = _Batch(batch)
+            self._batch = self._rows_of(batch)
             self._log_lengths(metrics, logging_prefix, np.arange(len(batch)), self.dp_size(stage))
             return batch
         batch.reorder(neutral_order(batch))
-        self._batch = _Batch(batch)
+        self._batch = self._rows_of(batch)
         plan = self._plan(stage)
         seconds = time.perf_counter() - started
         self._log_lengths(metrics, logging_prefix, plan.order, plan.dp_size)
@@ -271,7 +277,7 @@ class StepPlanner:
             plan=plan,
             lengths=self._batch.lengths,
             is_padding=self._batch.is_padding,
-            cost=self.cost,
+            cost=self._batch.cost,
             seconds=seconds,
         )
         batch.reorder(plan.order.tolist())
@@ -283,7 +289,7 @@ class StepPlanner:
         """Let verl balance and log what its order would cost, as far as the driver can tell."""
         batch = original(batch, metrics, *args, **kwargs)
         stage: Stage = "actor" if self._updates_actor() or not self.trainer.use_critic else "critic"
-        found = _Batch(batch)
+        found = self._rows_of(batch)
         settings = self.settings(stage)
         dp_size = self.dp_size(stage)
         rows = settings.mini_batch_rows or len(batch)
@@ -298,14 +304,28 @@ class StepPlanner:
         known = self._batch
         if known is None or not known.same_rows(batch):
             # a custom trainer has filtered or replaced rows since they were balanced
-            known = self._batch = _Batch(batch)
+            known = self._batch = self._rows_of(batch)
         data = self._message(stage, batch, metrics, known)
         if data is not None:
             batch.extra_info[_patches.WIRE_KEY] = data
-        result = original(batch, metrics=metrics)
+        if data is not None and self._timed(stage):
+            with _patches.caught_times(self.trainer.actor_rollout_wg) as times:
+                result = original(batch, metrics=metrics)
+            self._refit(times, metrics, known)
+        else:
+            result = original(batch, metrics=metrics)
         if result is not None and result.extra_info:
             result.extra_info.pop(_patches.WIRE_KEY, None)
         return result
+
+    def _timed(self, stage: Stage) -> bool:
+        return stage == "actor" and self.fit is not None and self._balances()
+
+    def _refit(self, times: list[float], metrics: dict[str, Any], known: _Batch) -> None:
+        """Take the times of the actor's update into the cost model of the next step."""
+        assert self.fit is not None
+        calls = measured_calls(times, self._plan("actor"), known.lengths, known.cost)
+        metrics.update(self.fit.observe(calls, known.cost))
 
     def _message(self, stage: Stage, batch: Any, metrics: dict[str, Any], known: _Batch) -> bytes | None:
         """Reorder ``batch`` for the stage and return what its workers need to know; None for nothing."""
@@ -329,20 +349,23 @@ class StepPlanner:
         batch.reorder([at[known.keys[row]] for row in plan.order.tolist()])
         if stage == "critic":
             metrics.update(plan.metrics("equipoise/critic/"))
-        if plan not in known.wires:
-            known.wires[plan] = encode(wire_of(plan, known.lengths))
+        way = (plan, self._timed(stage))
+        if way not in known.wires:
+            known.wires[way] = encode(wire_of(plan, known.lengths, timed=way[1]))
         metrics["equipoise/plan_seconds"] = metrics.get("equipoise/plan_seconds", 0.0) + time.perf_counter() - started
-        return known.wires[plan]
+        return known.wires[way]
 
     def _plan(self, stage: Stage) -> StepPlan:
         """The stage's plan of the present rows; stages with equal settings share one."""
         assert self._batch is not None
         settings = self.settings(stage)
         spec = settings.spec(self.config, dp_size=self.dp_size(stage), rows=self._batch.lengths.size)
+        if isinstance(self._batch.cost, FittedCost):
+            spec = replace(spec, micro_batch_overhead=self._batch.cost.per_call)
         plan = self._batch.plans.get(spec)
         if plan is None:
             try:
-                plan = plan_step(self._batch.lengths, spec, cost=self.cost, is_padding=self._batch.is_padding)
+                plan = plan_step(self._batch.lengths, spec, cost=self._batch.cost, is_padding=self._batch.is_padding)
             except InvalidInput as error:
                 longest = self._batch.keys[int(self._batch.lengths.argmax())]
                 raise InfeasiblePlan(
@@ -350,6 +373,9 @@ class StepPlanner:
                 ) from error
             self._batch.plans[spec] = plan
         return plan
+
+    def _rows_of(self, batch: Any) -> _Batch:
+        return _Batch(batch, self.cost if self.fit is None else self.fit.cost)
 
     def _pad(self, batch: Any) -> Any:
         if len(batch) == 0:
@@ -387,14 +413,15 @@ class StepPlanner:
 
 
 class _Batch:
-    """The rows of a step: keys, lengths and padding flags in one order, and the plans made of them."""
+    """The rows of a step: keys, lengths and padding flags in one order, their cost, and the plans made of them."""
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, cost: CostModel) -> None:
+        self.cost = cost
         self.keys: list[str] = list(batch.keys)
         self.lengths: IntArray = np.array([int(tag["seq_len"]) for tag in batch.tags], dtype=np.int64)
         self.is_padding: BoolArray = np.array([bool(tag.get("is_padding", False)) for tag in batch.tags])
         self.plans: dict[Any, StepPlan] = {}
-        self.wires: dict[StepPlan, bytes] = {}
+        self.wires: dict[tuple[StepPlan, bool], bytes] = {}
         self._at = {key: i for i, key in enumerate(self.keys)}
 
     def same_rows(self, batch: Any) -> bool:

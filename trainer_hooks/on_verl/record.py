@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from equipoise.errors import InvalidConfig, must
 from equipoise.plan import StepPlan
-from equipoise.workload import CostModel, TransformerCost
+from equipoise.workload import CostModel, FittedCost, TransformerCost
 
 
 class Recorder:
@@ -73,4 +73,6 @@ class Recorder:
 def _cost_as_plain(cost: CostModel) -> dict[str, Any]:
     if isinstance(cost, TransformerCost):
         return {"model": "transformer", **asdict(cost)}
+    if isinstance(cost, FittedCost):
+        return {"model": "fitted", **asdict(cost), "windows": []}
     return {"model": "token", "linear": 1.0, "quadratic": 0.0, "windows": []}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +13,8 @@ from equipoise.config import EquipoiseConfig
 from equipoise.errors import InvalidConfig, must
 from equipoise.plan import StepSpec
 from equipoise.workload import CostModel, TokenCost, TransformerCost
+
+logger = logging.getLogger("equipoise")
 
 Stage = Literal["actor", "critic", "old_log_prob", "ref", "values"]
 
@@ -61,7 +64,7 @@ class StageSettings:
 
 
 def cost_model(config: EquipoiseConfig, verl: Any) -> CostModel:
-    """The cost model that the configuration names.
+    """The cost model that the configuration names; with cost=fitted that of the steps without a good fit.
 
     Raises:
         InvalidInput: cost=model, and the actor's model has an unknown shape.
@@ -69,13 +72,22 @@ def cost_model(config: EquipoiseConfig, verl: Any) -> CostModel:
     if config.cost == "token":
         return TokenCost()
     if config.cost == "model":
-        from transformers import AutoConfig
-
-        model = verl.actor_rollout_ref.model
-        path = model.get("hf_config_path", None) or model.path
-        found = AutoConfig.from_pretrained(path, trust_remote_code=bool(model.get("trust_remote_code", False)))
-        return TransformerCost.from_model_config(found)
+        return _model_cost(verl)
+    if config.cost == "fitted":
+        try:
+            return _model_cost(verl)
+        except (OSError, ValueError) as error:  # not found, or a shape that is not known
+            logger.warning("equipoise: cost=fitted falls back to cost_linear and cost_quadratic: %s", error)
     return TransformerCost(linear=config.cost_linear, quadratic=config.cost_quadratic)
+
+
+def _model_cost(verl: Any) -> TransformerCost:
+    from transformers import AutoConfig
+
+    model = verl.actor_rollout_ref.model
+    path = model.get("hf_config_path", None) or model.path
+    found = AutoConfig.from_pretrained(path, trust_remote_code=bool(model.get("trust_remote_code", False)))
+    return TransformerCost.from_model_config(found)
 
 
 def stage_settings(config: Any, stage: Stage) -> StageSettings:

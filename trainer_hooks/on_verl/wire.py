@@ -20,6 +20,7 @@ from equipoise.plan import StepPlan
 IntArray = npt.NDArray[np.int64]
 
 _VERSION = 1
+_HAS_SIZES, _TIMED = 1, 2  # flags
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,12 +33,14 @@ class WirePlan:
         checksums: of each rank's row lengths in each mini-batch, shape (dp_size, num_mini_batches).
         num_real_rows: real rows of each mini-batch, shape (num_mini_batches,).
         max_tokens: tokens of the fullest micro-batch that is not a lone row, for each mini-batch.
+        timed: the workers send back how long each micro-batch took.
     """
 
     sizes: tuple[IntArray, ...] | None
     checksums: IntArray
     num_real_rows: IntArray
     max_tokens: IntArray
+    timed: bool = False
 
     @property
     def dp_size(self) -> int:
@@ -55,7 +58,7 @@ def checksum(lengths: Any) -> int:
     return zlib.crc32(np.asarray(lengths, dtype="<i8").tobytes())
 
 
-def wire_of(plan: StepPlan, lengths: IntArray, *, sizes_too: bool = True) -> WirePlan:
+def wire_of(plan: StepPlan, lengths: IntArray, *, sizes_too: bool = True, timed: bool = False) -> WirePlan:
     """The layout of ``plan`` for rows of these lengths, shape (n,), in the caller's numbering."""
     ranks, steps = plan.dp_size, plan.num_mini_batches
     checksums = np.zeros((ranks, steps), dtype=np.int64)
@@ -71,6 +74,7 @@ def wire_of(plan: StepPlan, lengths: IntArray, *, sizes_too: bool = True) -> Wir
         checksums=checksums,
         num_real_rows=plan.num_real_rows,
         max_tokens=max_tokens,
+        timed=timed,
     )
 
 
@@ -85,7 +89,8 @@ def wire_of_counts(lengths: IntArray, is_padding: npt.NDArray[np.bool_], dp_size
 def encode(wire: WirePlan) -> bytes:
     """The plan as bytes: 32- and 64-bit little-endian integers behind a header of counts."""
     columns = [0] * wire.num_mini_batches if wire.sizes is None else [sizes.shape[1] for sizes in wire.sizes]
-    header = np.array([_VERSION, wire.dp_size, wire.num_mini_batches, wire.sizes is not None, *columns], dtype="<i8")
+    flags = (wire.sizes is not None) * _HAS_SIZES + wire.timed * _TIMED
+    header = np.array([_VERSION, wire.dp_size, wire.num_mini_batches, flags, *columns], dtype="<i8")
     parts = [header, wire.checksums, wire.num_real_rows, wire.max_tokens]
     body = b"".join(np.ascontiguousarray(part, dtype="<i8").tobytes() for part in parts)
     sizes = b"" if wire.sizes is None else b"".join(np.ascontiguousarray(s, "<i4").tobytes() for s in wire.sizes)
@@ -119,11 +124,13 @@ def decode(data: bytes) -> WirePlan:
 
     checksums, real, tokens = take(ranks, steps), take(steps), take(steps)
     sizes: tuple[IntArray, ...] | None = None
-    if words[3]:
+    if words[3] & _HAS_SIZES:
         found: list[IntArray] = []
         for count in columns.tolist():
             part = np.frombuffer(data, dtype="<i4", count=ranks * count, offset=at).astype(np.int64)
             found.append(part.reshape(ranks, count))
             at += 4 * ranks * count
         sizes = tuple(found)
-    return WirePlan(sizes=sizes, checksums=checksums, num_real_rows=real, max_tokens=tokens)
+    return WirePlan(
+        sizes=sizes, checksums=checksums, num_real_rows=real, max_tokens=tokens, timed=bool(words[3] & _TIMED)
+    )

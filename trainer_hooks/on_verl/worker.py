@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.trainer_hooks.on_verl._patches import WIRE_KEY
+from equipoise.trainer_hooks.on_verl.clock import timed
 from equipoise.trainer_hooks.on_verl.wire import WirePlan, checksum, decode
 
 logger = logging.getLogger("equipoise")
@@ -83,14 +84,17 @@ def prepare_planned(
     if data.get("global_batch_size", None) is not None:
         tu.assign_non_tensor(data, global_batch_size=int(wire.num_real_rows[step]))
     if wire.sizes is None or not dynamic:
-        return fall_back()  # fixed micro-batches: rows are dispatched in the plan's order, verl cuts them as planned
+        # fixed micro-batches: rows are dispatched in the plan's order, verl cuts them as planned
+        micro_batches, ids = fall_back()
+        return (timed(data, micro_batches, step) if wire.timed else micro_batches), ids
     why = _breach(wire, step, call)
     if why:
         _warn_once(why)
         return fall_back()
     ends = np.cumsum(wire.sizes[step][_rank(call)]).tolist()
     indices = [list(range(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    return [tu.index_select_tensor_dict(data, rows) for rows in indices], indices
+    micro_batches = [tu.index_select_tensor_dict(data, rows) for rows in indices]
+    return (timed(data, micro_batches, step) if wire.timed else micro_batches), indices
 
 
 def row_lengths(data: Any) -> list[int]:
