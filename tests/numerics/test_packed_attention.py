@@ -237,6 +237,22 @@ def test_blocks_of_queries_are_one_mask(
             torch.testing.assert_close(got[i, head], expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_autocast_decides_the_type(softcap: float | None) -> None:
+    draw = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, heads, 9, 4, generator=draw) for heads in (4, 2, 2))
+    half = [x.bfloat16() for x in (q, k, v)]
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows = PackedRows.of([0, 4, 9])
+        return attention.packed_attention(torch.nn.Module(), q, k, v, rows, softcap=softcap)[0]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, expected = run(q, k, half[2]), run(*half)  # float32 after rotary embeddings, but for the values
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_generates_what_transformers_generates_from_padded_prompts(name: str) -> None:
     ids = torch.tensor([[0, 0, 0, 5, 6, 7], [1, 2, 3, 4, 5, 6]])

@@ -7,6 +7,7 @@ its check.
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch.multiprocessing.spawn import ProcessException, spawn
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from equipoise.engine import attention, ulysses
 from equipoise.engine.attention import packed
@@ -275,7 +276,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         try:
-            spawn(worker, args=(str(folder),), nprocs=WORLD)
+            # A server imports this module once and forks: spawn would import transformers once per rank.
+            multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+            start_processes(worker, args=(str(folder),), nprocs=WORLD, start_method="forkserver")
         except ProcessException as error:
             (folder / "error").write_text(str(error))
     return folder

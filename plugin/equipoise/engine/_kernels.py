@@ -33,6 +33,21 @@ class Options:
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "tuple[int, ...]", Options], torch.Tensor]
 
 
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors in the type of the autocast context, if any: rotary embeddings leave queries and keys in float32.
+
+    >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+    ...     [x.dtype for x in autocast(torch.zeros(1), torch.zeros(1, dtype=torch.float64))]
+    [torch.bfloat16, torch.float64]
+
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
 def varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], options: Options
 ) -> torch.Tensor:

@@ -214,6 +214,7 @@ def packed_attention(
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise InvalidInput(must(name, "be None", "a tensor", f"{NAME} has none; use another attn_implementation"))
+    query, key, value = _kernels.autocast(query, key, value)
     options = _kernels.Options(scaling=scaling, window=sliding_window, softcap=softcap)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(attention_mask, torch.Tensor) or (attention_mask is None and _decodes(query, key, causal)):

@@ -35,6 +35,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from equipoise._checks import positive
+from equipoise.engine._kernels import autocast
 from equipoise.engine.attention import PackedRows, packed, packed_attention, packed_mask
 from equipoise.errors import InvalidInput, must
 
@@ -149,6 +150,7 @@ def ulysses_attention(
         return packed_attention(module, query, key, value, attention_mask, **kwargs)
     group = attention_mask.group
     check_heads(query.shape[1], sp_size(group))
+    query, key, value = autocast(query, key, value)
     times = math.lcm(key.shape[1], sp_size(group)) // key.shape[1]
     if times > 1:
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
