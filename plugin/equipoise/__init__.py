@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from equipoise.batch import reorder as reorder
     from equipoise.batch import restore as restore
     from equipoise.config import EquipoiseConfig as EquipoiseConfig
+    from equipoise.engine.log_probs import next_token_labels as next_token_labels
+    from equipoise.engine.log_probs import token_log_probs as token_log_probs
     from equipoise.errors import EquipoiseError as EquipoiseError
     from equipoise.errors import EquipoiseWarning as EquipoiseWarning
     from equipoise.errors import InfeasiblePlan as InfeasiblePlan
@@ -62,6 +64,8 @@ _HOME = {
     "reorder": "equipoise.batch",
     "restore": "equipoise.batch",
     "EquipoiseConfig": "equipoise.config",
+    "next_token_labels": "equipoise.engine.log_probs",
+    "token_log_probs": "equipoise.engine.log_probs",
     "EquipoiseError": "equipoise.errors",
     "EquipoiseWarning": "equipoise.errors",
     "InfeasiblePlan": "equipoise.errors",
@@ -140,6 +144,7 @@ __all__ = [
     "local_mean",
     "merge_metrics",
     "metric_values",
+    "next_token_labels",
     "pack",
     "packers",
     "pad_batch",
@@ -155,6 +160,7 @@ __all__ = [
     "restore",
     "rollout_weights",
     "sft_loss",
+    "token_log_probs",
     "value_loss",
 ]
 
