@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,7 @@ def _step(rank: int, name: str, mode: str) -> tuple[float, Any, dict[str, float]
         dist.all_reduce(tensor, group=group)
         tensor /= WORLD
     reduced = eq.reduce_metrics(eq.merge_metrics(parts), group=group)
-    gradient: Any = table.grad.tolist()
+    gradient = cast("list[list[float]]", table.grad.tolist())
     return float(loss), gradient, eq.metric_values(reduced)
 
 
@@ -90,7 +90,7 @@ def _kinds(rank: int) -> dict[str, float]:
 def _collectives(rank: int) -> list[int]:
     """Elements of each all-reduce that a dictionary of forty metrics takes."""
     sizes: list[int] = []
-    original: Any = dist.all_reduce
+    original = cast(Any, dist).all_reduce
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         sizes.append(tensor.numel())
