@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from equipoise.batch import reorder as reorder
     from equipoise.batch import restore as restore
     from equipoise.config import EquipoiseConfig as EquipoiseConfig
+    from equipoise.engine import BaseEngine as BaseEngine
+    from equipoise.engine import EngineConfig as EngineConfig
+    from equipoise.engine import EngineOutput as EngineOutput
+    from equipoise.engine import EngineRegistry as EngineRegistry
+    from equipoise.engine import OptimizerConfig as OptimizerConfig
+    from equipoise.engine import engines as engines
+    from equipoise.engine import prepare_micro_batches as prepare_micro_batches
     from equipoise.engine.log_probs import next_token_labels as next_token_labels
     from equipoise.engine.log_probs import token_log_probs as token_log_probs
     from equipoise.errors import EquipoiseError as EquipoiseError
@@ -66,6 +73,13 @@ _HOME = {
     "EquipoiseConfig": "equipoise.config",
     "next_token_labels": "equipoise.engine.log_probs",
     "token_log_probs": "equipoise.engine.log_probs",
+    "BaseEngine": "equipoise.engine",
+    "EngineConfig": "equipoise.engine",
+    "EngineOutput": "equipoise.engine",
+    "EngineRegistry": "equipoise.engine",
+    "OptimizerConfig": "equipoise.engine",
+    "engines": "equipoise.engine",
+    "prepare_micro_batches": "equipoise.engine",
     "EquipoiseError": "equipoise.errors",
     "EquipoiseWarning": "equipoise.errors",
     "InfeasiblePlan": "equipoise.errors",
@@ -115,7 +129,11 @@ __all__ = [
     "AdvantageConfig",
     "AdvantageInputs",
     "Advantages",
+    "BaseEngine",
     "CostModel",
+    "EngineConfig",
+    "EngineOutput",
+    "EngineRegistry",
     "EquipoiseConfig",
     "EquipoiseError",
     "EquipoiseWarning",
@@ -124,6 +142,7 @@ __all__ = [
     "InvalidInput",
     "LossDenominators",
     "Metric",
+    "OptimizerConfig",
     "PaddedCost",
     "PerToken",
     "PlanStats",
@@ -139,6 +158,7 @@ __all__ = [
     "advantage_estimators",
     "agg_loss",
     "compute_advantages",
+    "engines",
     "group_mean",
     "kl_penalty",
     "local_mean",
@@ -154,6 +174,7 @@ __all__ = [
     "plan_step",
     "policy_loss",
     "policy_losses",
+    "prepare_micro_batches",
     "reduce_metrics",
     "reorder",
     "required_batch_multiple",

@@ -1,4 +1,4 @@
-"""Tiny models, rows and losses for engines, and what one plain process makes of them: row by row, no engine, no packing."""
+"""Tiny models, rows and losses for engines, and what one plain process makes of them, row by row."""
 
 # transformers is typed in part only.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false

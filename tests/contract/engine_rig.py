@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -38,6 +38,16 @@ CUTS: dict[str, dict[str, Any]] = {
     "all rows": {"max_token_len_per_gpu": 1000},
     "planned": {},
 }
+FEWER = ("dynamic", "planned")
+TRAINED = [
+    (world, backend, kind, name, cut)
+    for world in (1, 2)
+    for backend in BACKENDS
+    for kind, name in MODELS
+    for cut in CUTS
+    if cut in FEWER or (world == 2 and (kind, name) != MODELS[2])
+]
+"""What is trained on equal terms: every way of cutting on two ranks, two of them on one."""
 ALL = tuple(range(len(ref.LENGTHS)))
 
 
@@ -105,7 +115,8 @@ def weights(made: BaseEngine) -> dict[str, torch.Tensor]:
 
 def trained(made: BaseEngine, *, plan: bool = False, steps: int = 2) -> dict[str, Any]:
     """Training steps on all rows, then a pass."""
-    mine, options = share(made), dict[str, Any]()
+    mine = share(made)
+    options: dict[str, Any] = {}
     if plan:
         mine, made_plan = planned(made)
         options = {"plan": made_plan, "mini_batch": 0}
@@ -124,15 +135,14 @@ def trained(made: BaseEngine, *, plan: bool = False, steps: int = 2) -> dict[str
     return out
 
 
-def equality(out: dict[str, Any]) -> None:
+def equality(out: dict[str, Any], world: int) -> None:
+    for size, backend, kind, name, cut in TRAINED:
+        if size == world:
+            made = engine(backend, kind, name, **CUTS[cut])
+            out[f"train/{backend}/{kind}/{name}/{cut}"] = trained(made, plan=cut == "planned")
     for backend in BACKENDS:
-        for kind, name in MODELS:
-            for cut, settings in CUTS.items():
-                made = engine(backend, kind, name, **settings)
-                out[f"train/{backend}/{kind}/{name}/{cut}"] = trained(made, plan=cut == "planned")
-        for dtype in ("float32",):
-            made = engine(backend, "language_model", "llama", dtype=dtype, max_token_len_per_gpu=ref.CAP)
-            out[f"train/{backend}/{dtype}"] = trained(made)
+        made = engine(backend, "language_model", "llama", dtype="float32", max_token_len_per_gpu=ref.CAP)
+        out[f"train/{backend}/float32"] = trained(made)
 
 
 def variants(out: dict[str, Any]) -> None:
@@ -144,6 +154,7 @@ def variants(out: dict[str, Any]) -> None:
         "checkpointing": {"gradient_checkpointing": True},
         "no reshard": {"reshard_after_forward": False},
         "chunks": {"log_prob_chunk_tokens": 3},
+        "bfloat16": {"dtype": "float32", "param_dtype": "bfloat16"},
     }
     for backend in BACKENDS:
         for case, settings in cases.items():
@@ -157,8 +168,12 @@ def moves(out: dict[str, Any]) -> None:
             backend, "language_model", "llama", max_token_len_per_gpu=64, offload_params=True, offload_optimizer=True
         )
         seen: list[Any] = []
-        inner = made.to
-        made.to = lambda device, _in=inner, _seen=seen, **what: (_seen.append((str(device), what)), _in(device, **what))
+
+        def to(device: Any, _inner: Any = made.to, _seen: list[Any] = seen, **what: bool) -> None:
+            _seen.append((str(device), what))
+            _inner(device, **what)
+
+        made.to = to
         with made.train_mode():
             pass
         with made.eval_mode():
@@ -181,16 +196,13 @@ def zero_weight(out: dict[str, Any], world: int) -> None:
                     output = made.train_batch(data, loss)
                 case = f"zero_weight/{backend}/{kind}/{rows_of_last}"
                 out[case] = {
-                    **said_or_not(output, made),
+                    **said(output, made),
+                    "metrics": sorted(output.metrics),
                     "asked": loss.asked,
                     "rows": len(output.model_output),
                     "everyone": everyone,
                     "weights": weights(made),
                 }
-
-
-def said_or_not(output: EngineOutput, made: BaseEngine) -> dict[str, Any]:
-    return {"loss": output.loss, "norm": output.grad_norm, "metrics": sorted(output.metrics)}
 
 
 def skipped(out: dict[str, Any]) -> None:
@@ -238,7 +250,11 @@ def checkpoints(out: dict[str, Any], folder: Path, world: int) -> None:
                     made.lr_scheduler_step()
             return seen
 
+        before = f"{root}-before"
+        made.save_checkpoint(before)
         steps(made)
+        made.load_checkpoint(before)  # back to before the first step, from after the second
+        out[f"checkpoint/{backend}/again"] = {"steps": steps(made), "weights": weights(made)}
         made.save_checkpoint(root, global_step=2, extra={"seen": torch.tensor([3, 1]), "epoch": 1})
         on = {"steps": steps(made), "weights": weights(made)}
         resumed: dict[str, Any] = {}
@@ -266,7 +282,7 @@ def refused(action: Callable[[], Any]) -> str:
 
 
 @contextmanager
-def counted() -> Iterator[list[int]]:
+def counted() -> Generator[list[int], None, None]:
     """How many all-reduces this process asks for within the block."""
     calls = [0]
     inner = dist.all_reduce
@@ -311,9 +327,7 @@ def micro_batches(out: dict[str, Any], rank: int, world: int) -> None:
         alone = prepare_micro_batches(b3, max_token_len=4096, oversize="alone", group=group)
     out["B3/alone"] = sizes(alone)
     odd = lengths([3] * 4, [3] * 3)
-    out["H6/odd"] = refused(
-        lambda: prepare_micro_batches(odd, max_token_len=8, force_group_size=2, group=group)
-    )
+    out["H6/odd"] = refused(lambda: prepare_micro_batches(odd, max_token_len=8, force_group_size=2, group=group))
     out["fixed"] = refused(lambda: prepare_micro_batches(odd, micro_batch_size=2, group=group))
     nothing = lengths([3], [3])
     if rank == world - 1:
@@ -333,7 +347,7 @@ def micro_batches(out: dict[str, Any], rank: int, world: int) -> None:
 def sequence_parallel(out: dict[str, Any]) -> None:
     for backend in BACKENDS:
         for kind, name in MODELS[:2]:
-            settings = {"max_token_len_per_gpu": ref.CAP // 2, "sp_size": 2}
+            settings: dict[str, Any] = {"max_token_len_per_gpu": ref.CAP // 2, "sp_size": 2}
             out[f"sp2/{backend}/{kind}/{name}"] = trained(engine(backend, kind, name, **settings))
 
 
@@ -351,7 +365,7 @@ def scenarios(rank: int, world: int, folder: Path) -> dict[str, Any]:
     if world == 4:
         sequence_parallel(out)
         return out
-    equality(out)
+    equality(out, world)
     skipped(out)
     checkpoints(out, folder, world)
     if world == 1:
@@ -388,7 +402,7 @@ def killed(stage: str, folder: str) -> None:
     with made.train_mode():
         made.train_batch(ref.batch(ALL), loss)
 
-    def die(*args: Any, **kwargs: Any) -> None:
+    def die(*args: Any, **kwargs: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if stage == "while writing":
@@ -447,9 +461,7 @@ if __name__ == "__main__":
     ref.hf_model("llama").save_pretrained(f"{where}/model")
     for name in ("equipoise.engine.ddp", "equipoise.engine.fsdp2"):
         __import__(name)
-    import time
     for size in (1, 2, 4):
-        print(size, time.time(), flush=True)
         start_processes(main, args=(size, where, free_port()), nprocs=size, start_method="fork")
     deaths = {stage: forked(killed, stage, where) for stage in STAGES}
     for stage in STAGES:

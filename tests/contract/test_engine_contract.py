@@ -1,7 +1,8 @@
 """What every engine of the registry must do, on 1, 2 and 4 gloo processes, against one plain process.
 
-In float64, loss, gradient norm, weights and outputs agree to 1e-12 relative (1e-13 absolute near 0); in float32 the
-bounds are 2e-6 for loss and norm and 2e-5 for weights after AdamW steps at learning rate 1e-2.
+In float64, loss, gradient norm, weights and outputs agree to 1e-12 relative (1e-13 absolute near 0). In float32 the
+bounds are 1e-6 for loss and norm (2e-7 seen) and 2e-6 absolute for weights after two AdamW steps at learning rate 1e-2
+(2e-7 seen); with bfloat16 in forward and backward 2e-2 for loss and norm (5e-3 seen).
 """
 
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from tests.contract import engine_reference as ref
-from tests.contract.engine_rig import ALL, BACKENDS, CUTS, MODELS, STAGES
+from tests.contract.engine_rig import ALL, BACKENDS, MODELS, STAGES, TRAINED
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,9 +40,7 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    folder = Path("/tmp/rig") if os.environ.get("RIGDONE") else tmp_path_factory.mktemp("engines")
-    if os.environ.get("RIGDONE"):
-        return Seen(folder)
+    folder = tmp_path_factory.mktemp("engines")
     command = [sys.executable, "-W", "ignore", "-m", "tests.contract.engine_rig", str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
@@ -78,10 +77,7 @@ def holds(ranks: list[dict[str, Any]], case: str, kind: str, name: str) -> None:
     assert reported == list(ALL)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize(("kind", "name"), MODELS)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "backend", "kind", "name", "cut"), TRAINED)
 def test_e7_training_is_that_of_one_process_however_rows_are_cut(
     seen: Seen, world: int, backend: str, kind: str, name: str, cut: str
 ) -> None:
@@ -107,15 +103,31 @@ def test_float32_stays_within_its_bounds(seen: Seen, world: int, backend: str) -
     for rank in seen.worlds[world]:
         got = rank[f"train/{backend}/float32"]
         for step in range(2):
-            same(got["steps"][step]["loss"], want.losses[step], rtol=2e-6)
-            same(got["steps"][step]["norm"], want.norms[step], rtol=2e-6)
-        same_weights(got["weights"], want.weights, rtol=2e-5, atol=2e-5)
+            same(got["steps"][step]["loss"], want.losses[step], rtol=1e-6)
+            same(got["steps"][step]["norm"], want.norms[step], rtol=1e-6)
+        same_weights(got["weights"], want.weights, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_half_precision_keeps_master_weights_and_is_near(seen: Seen, backend: str) -> None:
+    want = ref.reference("language_model", "llama", dtype="float32")
+    for rank in seen.worlds[2]:
+        got = rank[f"variant/{backend}/bfloat16"]
+        assert {value.dtype for value in got["weights"].values()} == {torch.float32}
+        for step in range(2):
+            same(got["steps"][step]["loss"], want.losses[step], rtol=0.02)
+            same(got["steps"][step]["norm"], want.norms[step], rtol=0.02)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_offload_moves_in_and_out_what_a_mode_needs(seen: Seen, backend: str) -> None:
     train, evaluate = {"model": True, "optimizer": True}, {"model": True, "optimizer": False}
-    assert seen.worlds[1][0][f"moves/{backend}"] == [("cpu", train), ("cpu", train), ("cpu", evaluate), ("cpu", evaluate)]
+    assert seen.worlds[1][0][f"moves/{backend}"] == [
+        ("cpu", train),
+        ("cpu", train),
+        ("cpu", evaluate),
+        ("cpu", evaluate),
+    ]
 
 
 @pytest.mark.parametrize(("kind", "name"), MODELS)
@@ -152,10 +164,11 @@ def test_c7_zero_weight_micro_batches_change_nothing(
         same(rank["loss"], want.losses[0])
         same(rank["norm"], want.norms[0])
         same_weights(rank["weights"], want.weights)
+        same(rank["per_token"], want.losses[0])
+        assert rank["count"] == ref.num_tokens(first["everyone"])
     assert len(first["asked"]) > 1
     assert (sum(first["asked"]), sum(last["asked"])) == (4, rows_of_last)
     assert (first["rows"], last["rows"]) == (4, rows_of_last)
-    assert last["metrics"] == ["per_token"] * rows_of_last
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -188,6 +201,18 @@ def test_a_resumed_run_goes_on_with_the_same_curve(seen: Seen, world: int, backe
                 same(run["steps"][step]["loss"], got["on"]["steps"][step]["loss"])
                 same(run["steps"][step]["loss"], want.losses[2 + step])
             same_weights(run["weights"], want.weights)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_checkpoint_of_before_the_first_step_counts_no_step(seen: Seen, world: int, backend: str) -> None:
+    kind, name = ("language_model", "llama") if backend == "ddp" else ("value_model", "qwen2")
+    want = ref.reference(kind, name)
+    for rank in seen.worlds[world]:
+        got = rank[f"checkpoint/{backend}/again"]
+        for step in (0, 1):
+            same(got["steps"][step]["loss"], want.losses[step])
+        same_weights(got["weights"], want.weights)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -244,8 +269,12 @@ def test_b3_a_row_above_the_cap_is_the_same_error_on_every_rank(seen: Seen) -> N
 def test_errors_of_one_rank_are_raised_on_all(seen: Seen) -> None:
     """H6 and its like: odd groups, indivisible rows, a batch without tokens, other settings."""
     for number, rank in enumerate(seen.worlds[2]):
-        assert rank["H6/odd"].startswith("InvalidInput: rows of rank 1 must be a multiple of force_group_size = 2, got 3")
-        assert rank["fixed"].startswith("InvalidInput: rows of rank 1 must be a multiple of micro_batch_size = 2, got 3")
+        assert rank["H6/odd"].startswith(
+            "InvalidInput: rows of rank 1 must be a multiple of force_group_size = 2, got 3"
+        )
+        assert rank["fixed"].startswith(
+            "InvalidInput: rows of rank 1 must be a multiple of micro_batch_size = 2, got 3"
+        )
         assert "legal sizes: [1, 3]" in rank["fixed"]
         own = "data must have a tensor 'input_ids'" if number == 1 else "data of rank 1 must hold rows"
         assert own in rank["malformed"]

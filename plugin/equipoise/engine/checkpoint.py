@@ -116,8 +116,13 @@ def find(folder: str | Path, step: int | None = None) -> Path:
     return found
 
 
-def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Fill ``state`` in place from a checkpoint's folder and return what was saved as ``extra``.
+def read_extra(path: Path) -> dict[str, Any]:
+    """What was saved as ``extra`` in a checkpoint's folder."""
+    return torch.load(path / _EXTRA, weights_only=True)
+
+
+def load(path: Path, state: dict[str, Any]) -> None:
+    """Fill ``state`` in place from a checkpoint's folder.
 
     Raises:
         CheckpointError: the checkpoint lacks a part of ``state``.
@@ -126,7 +131,6 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
         dcp.load(state, storage_reader=dcp.FileSystemReader(path))
     except dcp.CheckpointException as error:
         raise CheckpointError(must(str(path), "hold this engine's state", str(error), "load the same model")) from error
-    return torch.load(path / _EXTRA, weights_only=True)
 
 
 def _on_first_rank(action: Callable[[], None]) -> None:

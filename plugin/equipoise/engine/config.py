@@ -96,7 +96,7 @@ class EngineConfig:
         oversize: a row above the cap is an "error" or a micro-batch of its own ("alone").
         dtype: of the weights that the optimizer holds.
         param_dtype: of the weights in forward and backward; None for ``dtype``.
-        reduce_dtype: in which gradients are summed over ranks (fsdp2); None for ``param_dtype``.
+        reduce_dtype: in which gradients are summed over micro-batches and ranks (fsdp2); None for ``dtype``.
         gradient_sync: gradients meet at the "last" micro-batch of a step, or at "each" (fsdp2: less memory).
         reshard_after_forward: free a block's gathered weights after its forward (fsdp2).
         gradient_checkpointing: recompute activations in the backward.

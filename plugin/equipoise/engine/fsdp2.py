@@ -39,8 +39,8 @@ class FSDP2Engine(TorchEngine):
     def _sharded(self, module: Any) -> Any:
         dtypes = models.DTYPES
         policy = MixedPrecisionPolicy(
-            param_dtype=dtypes[self.config.param_dtype] if self.config.param_dtype else None,
-            reduce_dtype=dtypes[self.config.reduce_dtype] if self.config.reduce_dtype else None,
+            param_dtype=dtypes[self.config.param_dtype or self.config.dtype],
+            reduce_dtype=dtypes[self.config.reduce_dtype or self.config.dtype],
         )
         mesh = init_device_mesh(self._device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         for block in models.blocks(module):

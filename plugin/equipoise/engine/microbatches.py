@@ -127,7 +127,7 @@ def prepare_micro_batches(
         alone=_choice("oversize", oversize, ("error", "alone")) == "alone",
     )
     if plan is not None:
-        indices = _planned(data, plan, _rank(rank, group), mini_batch, ask)
+        indices = _planned(data, plan, rank, mini_batch, ask, group)
         return MicroBatches([_rows(data, rows) for rows in indices], indices)
     if (max_token_len is None) == (micro_batch_size is None):
         got = {"max_token_len": max_token_len, "micro_batch_size": micro_batch_size}
@@ -241,11 +241,18 @@ def _refined(units: IntArray, parts: list[IntArray], count: int, ask: _Ask) -> l
     return parts
 
 
-def _planned(data: TensorDict, plan: StepPlan, rank: int, mini_batch: int | None, ask: _Ask) -> list[IntArray]:
+def _planned(
+    data: TensorDict, plan: StepPlan, rank: int | None, mini_batch: int | None, ask: _Ask, group: Any
+) -> list[IntArray]:
     if ask.cap is not None or ask.rows is not None or ask.together > 1 or ask.multiple > 1 or ask.least > 1:
         remedy = "put them into the plan's StepSpec (keep_groups for groups)"
         raise InvalidInput(must("settings of micro-batches", "be left out with a plan", "both", remedy))
-    steps = plan.micro_batches(rank)
+    ranks = 1 if group is None else dist.get_world_size(group)
+    if group is not None and ranks != plan.dp_size:
+        raise InvalidInput(
+            must("plan", f"be for the group's {ranks} ranks", plan.dp_size, "set StepSpec.dp_size to it")
+        )
+    steps = plan.micro_batches(_rank(rank, group))
     if mini_batch is not None and not 0 <= mini_batch < len(steps):
         raise InvalidInput(must("mini_batch", f"be from 0 to {len(steps) - 1}", mini_batch, "count from 0"))
     sizes = [[rows.size for rows in step] for step in steps]
@@ -261,7 +268,7 @@ def _planned(data: TensorDict, plan: StepPlan, rank: int, mini_batch: int | None
         first = int(chosen[0][0]) if n == own else 0
     wanted = sum(rows.size for rows in chosen)
     if n not in (wanted, int(ends[-1])):
-        rule = f"have the {wanted} rows that the plan gives rank {rank}"
+        rule = f"have the {wanted} rows that the plan gives rank {_rank(rank, group)}"
         raise InvalidInput(must("data", rule, n, "reorder the batch by plan.order and cut it by rank"))
     return [rows - first for rows in chosen]
 

@@ -163,9 +163,7 @@ class EngineRegistry:
 def _checked(engine: Any, field: str) -> type[BaseEngine]:
     if not (isinstance(engine, type) and issubclass(engine, BaseEngine)):
         raise InvalidInput(
-            must(
-                field, "be a subclass of BaseEngine", cast(object, engine), "derive it from equipoise.BaseEngine"
-            )
+            must(field, "be a subclass of BaseEngine", cast(object, engine), "derive it from equipoise.BaseEngine")
         )
     return engine
 

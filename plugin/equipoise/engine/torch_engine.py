@@ -15,20 +15,31 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 from equipoise.engine import checkpoint, models
 from equipoise.engine.base import BaseEngine, EngineOutput, LossFunction, PassOptions, WrongState
 from equipoise.engine.config import OptimizerConfig
 from equipoise.engine.device import collective_device, device_name, ensure_process_group, local_device
-from equipoise.engine.microbatches import MicroBatches, prepare_micro_batches
 from equipoise.engine.log_probs import IGNORE
+from equipoise.engine.microbatches import MicroBatches, prepare_micro_batches
 from equipoise.engine.packing import PackedRow
 from equipoise.engine.ulysses import gather_sequence, pad_to_multiple, shard_sequence, sharded
 from equipoise.errors import EquipoiseWarning, InvalidInput, must
 from equipoise.loss import LossDenominators
-from equipoise.loss.metrics import AnyMetric, merge_metrics
+from equipoise.loss.metrics import AnyMetric, MaxMetric, Metric, MinMetric, merge_metrics
+
+_EMPTY: dict[type[AnyMetric], AnyMetric] = {
+    Metric: Metric(0.0, 0),
+    MaxMetric: MaxMetric(-math.inf),
+    MinMetric: MinMetric(math.inf),
+}
 
 
 class TorchEngine(BaseEngine):
@@ -125,11 +136,11 @@ class TorchEngine(BaseEngine):
             total += loss.detach()
             outputs.append({name: column.detach() for name, column in columns.items()})
         self._after_pass(forward_only=forward_only)
-        return EngineOutput(
-            loss=None if loss_function is None else self._mean_over_ranks(total),
-            metrics=merge_metrics(metrics),
-            model_output=micro_batches.restore(outputs),
-        )
+        model_output = micro_batches.restore(outputs)
+        if loss_function is None:
+            return EngineOutput(loss=None, metrics={}, model_output=model_output)
+        loss, merged = self._met(total, merge_metrics(metrics))
+        return EngineOutput(loss=loss, metrics=merged, model_output=model_output)
 
     def optimizer_zero_grad(self) -> None:
         """Forget gradients."""
@@ -192,10 +203,14 @@ class TorchEngine(BaseEngine):
         extra: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save model, optimizer, schedule and ``extra``; see :func:`equipoise.engine.checkpoint.save`."""
-        counters = {"rate_step": self._rate_step, "num_skipped_steps": self.num_skipped_steps}
+        counters = {
+            "rate_step": self._rate_step,
+            "num_skipped_steps": self.num_skipped_steps,
+            "has_optimizer_state": self._has_optimizer_state(),
+        }
         return checkpoint.save(
             local_path,
-            self._state(),
+            self._state(with_optimizer=self._has_optimizer_state()),
             step=global_step,
             extra={"engine": counters, "caller": dict(extra or {})},
             keep=max_ckpt_to_keep,
@@ -203,27 +218,43 @@ class TorchEngine(BaseEngine):
 
     def load_checkpoint(self, local_path: str | Path, *, global_step: int | None = None) -> dict[str, Any]:
         """Load the latest complete checkpoint, or that of a step, and return its ``extra``."""
-        state = self._state()
-        extra = checkpoint.load(checkpoint.find(local_path, global_step), state)
-        optimizers = [] if self.optimizer is None else [self.optimizer]
-        set_state_dict(
-            self.module, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {})
-        )
-        self._rate_step = extra["engine"]["rate_step"]
-        self.num_skipped_steps = extra["engine"]["num_skipped_steps"]
+        path = checkpoint.find(local_path, global_step)
+        extra = checkpoint.read_extra(path)
+        counters = extra["engine"]
+        with_optimizer = self.optimizer is not None and counters["has_optimizer_state"]
+        state = self._state(with_optimizer=with_optimizer)
+        checkpoint.load(path, state)
+        set_model_state_dict(self.module, state["model"])
         if self.optimizer is not None:
+            if with_optimizer:
+                set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
+            else:
+                self.optimizer.state.clear()
+            self._rate_step = counters["rate_step"]
             self._set_rate()
+        self.num_skipped_steps = counters["num_skipped_steps"]
+        if self.mode is None:
+            self.to("cpu", model=self.config.offload_params, optimizer=self.config.offload_optimizer)
         return extra["caller"]
 
-    def _state(self) -> dict[str, Any]:
-        optimizers = [] if self.optimizer is None else [self.optimizer]
-        model, optimizer = get_state_dict(self.module, optimizers)
-        return {"model": model, "optimizer": optimizer} if optimizers else {"model": model}
+    def _state(self, *, with_optimizer: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": get_model_state_dict(self.module)}
+        if with_optimizer and self.optimizer is not None:
+            state["optimizer"] = get_optimizer_state_dict(self.module, self.optimizer)
+        return state
+
+    def _has_optimizer_state(self) -> bool:
+        """False before the first step: asking torch for the state of then would make one, with a step counted."""
+        return self.optimizer is not None and bool(self.optimizer.state)
 
     def _micro_batches(self, data: TensorDict, asked: PassOptions) -> MicroBatches:
         if asked.plan is not None:
-            rank = self.get_data_parallel_rank()
-            return prepare_micro_batches(data, plan=asked.plan, rank=rank, mini_batch=asked.mini_batch)
+            limit = self.config.max_token_len_per_gpu
+            if limit is not None and asked.plan.stats.max_tokens > limit * self.config.sp_size:
+                rule = f"keep to the engine's cap of {limit * self.config.sp_size} tokens"
+                got = asked.plan.stats.max_tokens
+                raise InvalidInput(must("plan", rule, got, "plan with the engine's max_token_len_per_gpu and sp_size"))
+            return prepare_micro_batches(data, plan=asked.plan, mini_batch=asked.mini_batch, group=self.dp_group)
         cap, rows = self.config.max_token_len_per_gpu, self.config.micro_batch_size_per_gpu
         if asked.max_token_len_per_gpu is not None or asked.micro_batch_size_per_gpu is not None:
             cap, rows = asked.max_token_len_per_gpu, asked.micro_batch_size_per_gpu
@@ -251,10 +282,19 @@ class TorchEngine(BaseEngine):
         gathered = {name: gather_sequence(column, self.sp_group, length=tokens) for name, column in columns.items()}
         return {name: row.unpack(column) for name, column in gathered.items()}
 
-    def _mean_over_ranks(self, total: torch.Tensor) -> float:
-        total = total.to(collective_device(self.dp_group))
-        dist.all_reduce(total, group=self.dp_group)
-        return float(total) / self.get_data_parallel_size()
+    def _met(self, total: torch.Tensor, metrics: dict[str, AnyMetric]) -> tuple[float, dict[str, AnyMetric]]:
+        """Mean loss over ranks, and metrics under the same names on all: a rank without rows knows none of its own."""
+        nameless = torch.tensor(not metrics, dtype=torch.float64, device=total.device)
+        both = torch.stack([total, nameless]).to(collective_device(self.dp_group))
+        dist.all_reduce(both, group=self.dp_group)
+        loss, num_nameless = both.tolist()
+        if 0 < num_nameless < self.get_data_parallel_size():
+            kinds = {name: type(metric) for name, metric in metrics.items()}
+            everyones: list[dict[str, type[AnyMetric]]] = [{}] * self.get_data_parallel_size()
+            dist.all_gather_object(everyones, kinds, group=self.dp_group)
+            if not metrics:
+                metrics = {name: _EMPTY[kind] for known in everyones for name, kind in known.items()}
+        return loss / self.get_data_parallel_size(), metrics
 
     def _no_token_counts(self) -> bool:
         """Asked on all ranks or on none: the gradient norm is the same on all."""
