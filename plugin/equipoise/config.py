@@ -87,8 +87,9 @@ class EquipoiseConfig:
             raise InvalidConfig(
                 must("equipoise.cost_linear", "be above 0 when cost_quadratic is 0", 0, "a row must cost something")
             )
-        if isinstance(self.fit_min_r2, bool) or not 0 <= self.fit_min_r2 <= 1:
-            raise InvalidConfig(must("equipoise.fit_min_r2", "be from 0 to 1", self.fit_min_r2, "use 0.8"))
+        least: Any = self.fit_min_r2
+        if isinstance(least, bool) or not isinstance(least, (int, float)) or not 0 <= least <= 1:
+            raise InvalidConfig(must("equipoise.fit_min_r2", "be from 0 to 1", least, "use 0.8"))
         if not _is_int(self.fit_window) or self.fit_window < 1:
             rule = "be a whole number of at least 1"
             raise InvalidConfig(must("equipoise.fit_window", rule, self.fit_window, "use 16"))

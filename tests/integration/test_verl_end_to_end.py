@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_overrides
+from tests.integration import slow_tokens
 from tests.integration.verl_rig import Completed, run_verl, tiny_overrides
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -50,9 +51,25 @@ RUNS: dict[str, tuple[int, list[str]]] = {
         4,
         [*ON, "data.train_batch_size=6", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"],
     ),
-    "colocate_async+": (2, [*ON, "trainer.v1.trainer_mode=colocate_async"]),
+    # with a cost that is refitted: rows of uneven length, in updates that take time by the token
+    "colocate_async+": (
+        2,
+        [
+            *ON,
+            "trainer.v1.trainer_mode=colocate_async",
+            "equipoise.cost=fitted",
+            "equipoise.fit_min_r2=0.5",
+            "equipoise.composition=sorted",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.actor.ppo_epochs=3",
+            "data.max_response_length=160",
+            "actor_rollout_ref.model.external_lib=[slow_tokens]",
+            f"++actor_rollout_ref.model.override_config.attn_implementation={slow_tokens.NAME}",
+        ],
+    ),
 }
-STEPS = 2
+STEPS = {name: 3 if name == "colocate_async+" else 2 for name in RUNS}
+ENV = {"colocate_async+": {"EQUIPOISE_CPU_LEN_SKEW": "2", "PYTHONPATH": str(Path(slow_tokens.__file__).parent)}}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +78,12 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
     with ThreadPoolExecutor(max_workers=2) as threads:
         yield {
             name: threads.submit(
-                run_verl, [*tiny_overrides(steps=STEPS), *overrides], dp=dp, timeout_s=LIMIT_S, cwd=folder / name
+                run_verl,
+                [*tiny_overrides(steps=STEPS[name]), *overrides],
+                dp=dp,
+                timeout_s=LIMIT_S,
+                cwd=folder / name,
+                env=ENV.get(name),
             )
             for name, (dp, overrides) in RUNS.items()
         }
@@ -82,7 +104,7 @@ def training(run: Completed) -> list[Any]:
 @pytest.mark.parametrize("name", list(RUNS))
 def test_every_step_trains_with_finite_figures(pool: dict[str, Future[Completed]], name: str) -> None:
     steps = training(finished(pool, name))
-    assert [row["step"] for row in steps] == [1, 2]
+    assert [row["step"] for row in steps] == list(range(1, STEPS[name] + 1))
     for row in steps:
         for key in ("actor/pg_loss", "actor/grad_norm", "critic/rewards/mean", "global_seqlen/mean"):
             assert math.isfinite(row[key]), (key, row[key])
@@ -137,6 +159,21 @@ def test_a_batch_that_needs_padding_is_padded_with_two_tokens_a_row(pool: dict[s
         for step in range(record["num_mini_batches"]):
             rows = [i for rank in record["micro_batches"] for m in rank[step] for i in m]
             assert sum(not record["is_padding"][i] for i in rows) == 12
+
+
+def test_the_cost_is_refitted_to_measured_times_and_plans_the_last_step(pool: dict[str, Future[Completed]]) -> None:
+    run = finished(pool, "colocate_async+")
+    steps = training(run)
+    assert [record["cost"]["model"] for record in records(run)] == ["transformer", "transformer", "fitted"]
+    assert [row["equipoise/fit/used"] for row in steps] == [0, 0, 1]
+    # each micro-batch of the three epochs, those of the first step left out
+    counts = [3 * row["equipoise/num_micro_batches"] for row in steps]
+    assert [row["equipoise/fit/calls"] for row in steps] == [0, counts[1], counts[1] + counts[2]]
+    assert steps[1]["equipoise/fit/r2"] >= 0.5
+    assert 0 <= steps[2]["equipoise/fit/error"] < 1
+    predicted = records(run)[2]["lockstep_cost"] + records(run)[2]["cost"]["per_call"] * counts[2] / 3
+    assert 3 * predicted == pytest.approx(steps[2]["timing_s/update_actor"], rel=0.5)  # a cost in seconds
+    assert not any("equipoise_seconds" in key for row in steps for key in row)
 
 
 def test_validation_runs(pool: dict[str, Future[Completed]]) -> None:

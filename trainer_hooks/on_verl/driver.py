@@ -27,6 +27,7 @@ from equipoise.plan import StepPlan, plan_step, required_batch_multiple
 from equipoise.trainer_hooks.on_verl import _patches
 from equipoise.trainer_hooks.on_verl.record import Recorder
 from equipoise.trainer_hooks.on_verl.refit import OnlineFit, measured_calls
+from equipoise.trainer_hooks.on_verl.rows import StepRows, neutral_order
 from equipoise.trainer_hooks.on_verl.settings import (
     Stage,
     StageSettings,
@@ -35,10 +36,9 @@ from equipoise.trainer_hooks.on_verl.settings import (
     stage_settings,
 )
 from equipoise.trainer_hooks.on_verl.wire import encode, wire_of, wire_of_counts
-from equipoise.workload import CostModel, FittedCost
+from equipoise.workload import FittedCost
 
 IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 logger = logging.getLogger("equipoise")
 
 _METHODS: dict[Stage, str] = {
@@ -185,7 +185,7 @@ class StepPlanner:
         if config.cost == "fitted":
             self.fit = OnlineFit(self.cost, window=config.fit_window, min_r2=config.fit_min_r2, warn=self._warn_once)
         self.recorder = Recorder(config.record)
-        self._batch: _Batch | None = None
+        self._batch: StepRows | None = None
         self._warned: set[str] = set()
 
     # -- settings -----------------------------------------------------------------------------------------------------
@@ -321,13 +321,13 @@ class StepPlanner:
     def _timed(self, stage: Stage) -> bool:
         return stage == "actor" and self.fit is not None and self._balances()
 
-    def _refit(self, times: list[float], metrics: dict[str, Any], known: _Batch) -> None:
+    def _refit(self, times: list[float], metrics: dict[str, Any], known: StepRows) -> None:
         """Take the times of the actor's update into the cost model of the next step."""
         assert self.fit is not None
         calls = measured_calls(times, self._plan("actor"), known.lengths, known.cost)
         metrics.update(self.fit.observe(calls, known.cost))
 
-    def _message(self, stage: Stage, batch: Any, metrics: dict[str, Any], known: _Batch) -> bytes | None:
+    def _message(self, stage: Stage, batch: Any, metrics: dict[str, Any], known: StepRows) -> bytes | None:
         """Reorder ``batch`` for the stage and return what its workers need to know; None for nothing."""
         started = time.perf_counter()
         settings = self.settings(stage)
@@ -374,8 +374,8 @@ class StepPlanner:
             self._batch.plans[spec] = plan
         return plan
 
-    def _rows_of(self, batch: Any) -> _Batch:
-        return _Batch(batch, self.cost if self.fit is None else self.fit.cost)
+    def _rows_of(self, batch: Any) -> StepRows:
+        return StepRows(batch, self.cost if self.fit is None else self.fit.cost)
 
     def _pad(self, batch: Any) -> Any:
         if len(batch) == 0:
@@ -410,39 +410,3 @@ class StepPlanner:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("equipoise: %s", text)
-
-
-class _Batch:
-    """The rows of a step: keys, lengths and padding flags in one order, their cost, and the plans made of them."""
-
-    def __init__(self, batch: Any, cost: CostModel) -> None:
-        self.cost = cost
-        self.keys: list[str] = list(batch.keys)
-        self.lengths: IntArray = np.array([int(tag["seq_len"]) for tag in batch.tags], dtype=np.int64)
-        self.is_padding: BoolArray = np.array([bool(tag.get("is_padding", False)) for tag in batch.tags])
-        self.plans: dict[Any, StepPlan] = {}
-        self.wires: dict[tuple[StepPlan, bool], bytes] = {}
-        self._at = {key: i for i, key in enumerate(self.keys)}
-
-    def same_rows(self, batch: Any) -> bool:
-        """Whether ``batch`` has these rows, in any order."""
-        return len(batch) == len(self.keys) and all(key in self._at for key in batch.keys)
-
-    def places(self, batch: Any) -> IntArray:
-        """Where each row of ``batch`` stands here."""
-        return np.array([self._at[key] for key in batch.keys], dtype=np.int64)
-
-
-def neutral_order(batch: Any) -> list[int]:
-    """Prompts in the order of their random ids, rollouts of one prompt together, padding last.
-
-    verl's replay buffer lists rows as they were finished, short ones first. Cut in that order, the first optimizer
-    steps would get the short rows and the last ones the long.
-    """
-
-    def place(i: int) -> tuple[bool, str, list[tuple[int, str]]]:
-        uid, *rest = str(batch.keys[i]).split("_")
-        numbers = [(int(part), "") if part.isdigit() else (-1, part) for part in rest]
-        return bool(batch.tags[i].get("is_padding", False)), uid, numbers
-
-    return sorted(range(len(batch)), key=place)
