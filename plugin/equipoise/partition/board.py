@@ -15,6 +15,7 @@ import numpy as np
 from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, iota, sums
 
 Moves = Literal["none", "rank", "any"]
+Pairs = Literal["column", "rank", "any"]
 
 _MAX_CANDIDATES = 4_000_000  # swaps looked at in one call: bounds its memory
 _MAX_WIDTH = 256  # rows of a cell looked at in one round; the others are as good a choice
@@ -130,17 +131,18 @@ class Boards:
         No column can be below its longest row, so the others share what is left: the level is the larger of that row
         and a water line, the same for all columns, at which the levels add up to the whole cost.
         """
-        longest = self._longest()
-        floor = longest.reshape(self.num_boards, self.num_columns, self.num_ranks).max(axis=2)
+        floor = self.longest_of_columns()
         total = self.load.sum(axis=1) / self.num_ranks
         level = np.empty_like(floor)
         for j in range(self.num_boards):
             level[j] = np.maximum(floor[j], _water_line(floor[j], float(total[j])))
         return np.repeat(level, self.num_ranks, axis=1)
 
-    def _longest(self) -> FloatArray:
-        boards = iota(self.num_boards)[:, None, None]
-        return self.cost[boards, self.slots].max(axis=2)
+    def longest_of_columns(self) -> FloatArray:
+        """Cost of the dearest row of each column, shape (J, num_columns)."""
+        boards = iota(self.num_boards)[:, None]
+        by_column = self.slots.reshape(self.num_boards, self.num_columns, -1)
+        return self.cost[boards[:, :, None], by_column].max(axis=2)
 
     def even_out(
         self,
@@ -149,8 +151,9 @@ class Boards:
         rules: Rules,
         *,
         active: BoolArray,
-        within_column: bool,
+        pairs: Pairs,
         shift: int,
+        ceiling: FloatArray | None = None,
     ) -> int:
         """One round: pair full cells with empty ones and give each pair its best swap or move.
 
@@ -159,14 +162,16 @@ class Boards:
             weight: shape (J, n + 1), what a row adds to ``excess``; 0 for the empty row.
             rules: what a change must respect; ``cap`` is left out when ``weight`` is the tokens themselves.
             active: boards that take part, shape (J,).
-            within_column: pair cells of the same column only.
+            pairs: which cells are paired: those of one column, those of one rank, or any.
             shift: rotates the partners, so that rounds try other pairs.
+            ceiling: shape (J, K), the dearest row that may enter a cell. A row above a column's level would hold the
+                whole column up, and no single swap could mend that where it happened to several ranks.
 
         Returns:
             Number of pairs that were changed.
 
         """
-        board, full, empty = self._pairs(excess, within_column=within_column, shift=shift)
+        board, full, empty = self._pairs(excess, pairs, shift)
         gap = excess[board, full] - excess[board, empty]
         width = np.maximum(self.count[board, full], self.count[board, empty]) + (rules.moves != "none")
         keep = np.flatnonzero(active[board] & (gap > 1e-9 * (1.0 + np.abs(excess[board, full]))))
@@ -181,14 +186,19 @@ class Boards:
             if widest < _MAX_WIDTH:
                 part = part[width[part] <= widest]
             at += part.size
-            changed += self._swap_best(board[part], full[part], empty[part], gap[part], weight, rules, widest)
+            most = None if ceiling is None else ceiling[board[part], empty[part]]
+            changed += self._swap_best(board[part], full[part], empty[part], gap[part], weight, rules, widest, most)
         return changed
 
-    def _pairs(self, excess: FloatArray, *, within_column: bool, shift: int) -> tuple[IntArray, IntArray, IntArray]:
-        boards = self.num_boards
-        if within_column:
-            values = excess.reshape(boards, self.num_columns, self.num_ranks)
-            order = np.argsort(values, axis=2, kind="stable") + iota(self.num_columns)[:, None] * self.num_ranks
+    def _pairs(self, excess: FloatArray, pairs: Pairs, shift: int) -> tuple[IntArray, IntArray, IntArray]:
+        boards, ranks, columns = self.num_boards, self.num_ranks, self.num_columns
+        if pairs == "column":
+            values = excess.reshape(boards, columns, ranks)
+            order = np.argsort(values, axis=2, kind="stable") + iota(columns)[:, None] * ranks
+        elif pairs == "rank":
+            by_column: FloatArray = excess.reshape(boards, columns, ranks)
+            values = np.swapaxes(by_column, 1, 2)
+            order = np.argsort(values, axis=2, kind="stable") * ranks + iota(ranks)[:, None]
         else:
             order = np.argsort(excess, axis=1, kind="stable")[:, None, :]
         half = order.shape[2] // 2
@@ -208,10 +218,13 @@ class Boards:
         weight: FloatArray,
         rules: Rules,
         width: int,
+        most: FloatArray | None,
     ) -> int:
         out_rows = self.slots[board, full, :width]  # (P, W)
         in_rows = self.slots[board, empty, :width]
         leave, enter = self._weights_of_free_rows(board, full, empty, out_rows, in_rows, weight, rules)
+        if most is not None:
+            leave[self.cost[board[:, None], out_rows] > most[:, None]] = -np.inf
         shift: FloatArray = leave[:, :, None] - enter[:, None, :]
         gain: FloatArray = np.subtract(gap[:, None, None], shift)
         gain *= shift  # half the fall of the sum of squared excesses; -inf where a slot is not free to change

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray, IntArray, iota
-from equipoise.partition.board import Boards, Rules
+from equipoise.partition.board import Boards, Pairs, Rules
 
-_NUM_PARTNER_CELLS = 24
+_NUM_PARTNER_CELLS = (24, 96)
 _MAX_SWAPS = 500_000  # looked at in one step
 _COST_OF_A_STEP = 20_000  # in swaps: what the numpy calls of one step cost beside them
 
@@ -28,6 +28,9 @@ def even_out_loads(boards: Boards, rules: Rules, *, max_rounds: int = 48, tolera
 
     """
     active = np.ones(boards.num_boards, dtype=np.bool_)
+    kinds: tuple[Pairs, ...] = ("any",) if boards.num_columns == 1 else ("column", "any")
+    if boards.num_columns > 1 and rules.moves != "none":
+        kinds = ("rank", *kinds)
     idle = 0
     before: FloatArray = np.full(boards.num_boards, np.inf)
     for turn in range(max_rounds):
@@ -40,14 +43,15 @@ def even_out_loads(boards: Boards, rules: Rules, *, max_rounds: int = 48, tolera
             before = lockstep
         if not active.any():
             return
-        within_column = boards.num_columns > 1 and turn % 2 == 0
+        kind = kinds[turn % len(kinds)]
         changed = boards.even_out(
             boards.load - target,
             boards.cost,
             rules,
             active=active,
-            within_column=within_column,
-            shift=turn // (2 if turn % 2 else 1),
+            pairs=kind,
+            shift=turn // len(kinds),
+            ceiling=target * (1 + 1e-9),
         )
         idle = 0 if changed else idle + 1
         if idle >= 4:
@@ -71,12 +75,15 @@ def fit_cap(boards: Boards, rules: Rules, *, max_rounds: int = 8, max_steps: int
         return np.ones(boards.num_boards, dtype=np.bool_)
     free = Rules(cap=None, moves=rules.moves, alike=rules.alike)
     weight = boards.tokens.astype(np.float64)
+    kinds: tuple[Pairs, ...] = ("any",) if rules.moves == "none" else ("rank", "any")
     for turn in range(max_rounds):
-        over = _over_cap(boards, rules.cap).any(axis=1)
+        over: BoolArray = np.asarray(_over_cap(boards, rules.cap).any(axis=1), dtype=np.bool_)
         if not over.any():
             break
         excess = boards.fill.astype(np.float64)
-        boards.even_out(excess, weight, free, active=over, within_column=False, shift=turn)
+        ceiling: FloatArray = np.repeat(boards.longest_of_columns(), boards.num_ranks, axis=1)
+        kind = kinds[turn % len(kinds)]
+        boards.even_out(excess, weight, free, active=over, pairs=kind, shift=turn // len(kinds), ceiling=ceiling)
     for j in np.flatnonzero(_over_cap(boards, rules.cap).any(axis=1)).tolist():
         _relieve(boards, j, free, rules.cap, max_steps)
     return np.asarray(~_over_cap(boards, rules.cap).any(axis=1), dtype=np.bool_)
@@ -144,22 +151,32 @@ def polish(
         goal = 0.0 if goals is None else float(goals[j]) * (1 + near)
         stuck = np.zeros(boards.num_columns, dtype=np.bool_)
         looked_at = 0
+        changed = False
         while looked_at < max_swaps and (goals is None or boards.lockstep_of(j) > goal):
-            swaps = _step(boards, j, rules, stuck, tolerance)
-            if not swaps:
-                break
+            swaps, better = _step(boards, j, rules, stuck, tolerance)
             looked_at += swaps
+            changed |= better
+            if not swaps:  # another sweep over the columns, if this one changed something
+                if not changed:
+                    break
+                changed = False
+                stuck[:] = False
 
 
-def _step(boards: Boards, j: int, rules: Rules, stuck: BoolArray, tolerance: float) -> int:
-    """Try the column with the most to win; how many swaps were looked at, 0 once no column may be improved."""
+def _step(boards: Boards, j: int, rules: Rules, stuck: BoolArray, tolerance: float) -> tuple[int, bool]:
+    """Try the column with the most to win.
+
+    Returns:
+        How many swaps were looked at, 0 once every column is level or stuck; and whether one was made.
+
+    """
     load = boards.load[j]
     columns = load.reshape(boards.num_columns, boards.num_ranks)
     top = columns.max(axis=1)
     slack: FloatArray = np.where(stuck, -1.0, top - columns.mean(axis=1))
     column = int(slack.argmax())
     if slack[column] <= tolerance * top[column]:
-        return 0
+        return 0, False
     cell = column * boards.num_ranks + int(columns[column].argmax())
     second = float(np.partition(columns[column], -2)[-2])
     column_top = top[boards.column_of]
@@ -176,17 +193,20 @@ def _step(boards: Boards, j: int, rules: Rules, stuck: BoolArray, tolerance: flo
         a, b = divmod(int(change.argmin()), change.shape[1])
         if change[a, b] < -1e-9 * top[column]:
             swaps.apply(boards, j, cell, a, b)
-            stuck[:] = False
-            return looked_at
+            return looked_at, True
     stuck[column] = True
-    return 0 if stuck.all() else looked_at
+    return looked_at, False
 
 
 def _partner_cells(room: FloatArray) -> Iterator[IntArray | None]:
-    """The cells with the most room, which nearly always hold the best partner; then all."""
-    if room.size > 2 * _NUM_PARTNER_CELLS:
-        yield np.argsort(-room, kind="stable")[:_NUM_PARTNER_CELLS]
-    yield None
+    """The cells with the most room, which nearly always hold the best partner; then more of them."""
+    few, many = _NUM_PARTNER_CELLS
+    if room.size <= 2 * few:
+        yield None
+        return
+    order: IntArray = np.argsort(-room, kind="stable")
+    yield order[:few]
+    yield order[:many] if room.size > many else None
 
 
 @dataclass(frozen=True)

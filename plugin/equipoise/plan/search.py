@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from equipoise._arrays import sums
+from equipoise._arrays import BoolArray, FloatArray, IntArray, sums
 from equipoise.partition.board import Boards, Rules
 from equipoise.partition.bounds import mini_batch_bound
 from equipoise.partition.deepen import MAX_ROWS, SmallBoard, deepen
@@ -16,7 +18,9 @@ from equipoise.plan.limits import fewest_columns, most_columns, out_of_room, roo
 from equipoise.plan.spec import StepSpec
 
 _WORTH_A_TRY = 0.975  # of a layout's cost: what is closer to its bound is not searched again with more micro-batches
-_ROUNDS_OF_A_START, _ROUNDS = 12, 36  # of pairwise changes: on every start, then on the best
+_NO_HOPE = (1.04, 1.02)  # times that cost: given up after the first and the second rounds of the new search
+_ROUNDS_OF_A_START, _ROUNDS = 6, 12  # of pairwise changes: on every start, then on the best
+_EXACT_SWAPS = 8_000_000  # looked at by exact steps on all mini-batches of 2048 rows together: some 40 ms
 _DEEP_LOADS = 12_000_000  # of all small mini-batches together: some 0.1 s
 
 
@@ -45,40 +49,51 @@ def tight_bound(mini: MiniBatch, spec: StepSpec) -> float:
 
 
 def _refined(minis: list[MiniBatch], spec: StepSpec) -> list[Layout | None]:
-    """Search in the fewest columns that may work, then in more for those that do not fit."""
+    """Search in the fewest columns that may work, then in more for those that do not fit, or where that pays."""
     found: list[Layout | None] = [None] * len(minis)
     columns = [fewest_columns(mini, spec) for mini in minis]
+    effort = _Effort.of(minis)
     waiting = list(range(len(minis)))
     while waiting:
-        shapes: dict[tuple[int, int], list[int]] = {}  # boards of one shape are searched together
-        for j in waiting:
-            if columns[j] <= most_columns(minis[j], spec):
-                shapes.setdefault((columns[j], minis[j].cost.size), []).append(j)
-            else:
-                found[j] = _last_resort(minis[j], spec)
+        possible = [j for j in waiting if columns[j] <= most_columns(minis[j], spec)]
+        for j in set(waiting) - set(possible):
+            found[j] = _last_resort(minis[j], spec)
         waiting = []
-        for (num_columns, _), group in shapes.items():
-            for j, layout in zip(group, _search_together([minis[j] for j in group], num_columns, spec), strict=True):
+        for group in _of_one_shape(minis, columns, possible):
+            layouts = _search_together([minis[j] for j in group], columns[group[0]], spec, effort)
+            for j, layout in zip(group, layouts, strict=True):
                 found[j] = layout
                 if layout is None:
                     columns[j] += spec.micro_batch_multiple
                     waiting.append(j)
-    return [None if layout is None else _with_more_columns(layout, spec) for layout in found]
+    more = [0 if layout is None else _columns_worth_a_try(layout, spec) for layout in found]
+    for group in _of_one_shape(minis, more, [j for j, count in enumerate(more) if count]):
+        rivals = [layout for j in group if (layout := found[j]) is not None]
+        below = np.array([layout.value(spec) - spec.micro_batch_overhead * more[group[0]] for layout in rivals])
+        layouts = _search_together([minis[j] for j in group], more[group[0]], spec, effort, below=below)
+        for j, layout, rival in zip(group, layouts, rivals, strict=True):
+            found[j] = layout if layout is not None and layout.value(spec) < rival.value(spec) else rival
+    return found
 
 
-def _with_more_columns(layout: Layout, spec: StepSpec) -> Layout:
-    """``layout``, or one in the next number of micro-batches where that pays.
+def _of_one_shape(minis: list[MiniBatch], columns: list[int], among: list[int]) -> list[list[int]]:
+    """Mini-batches with equal rows and columns, which are searched together."""
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for j in among:
+        shapes.setdefault((columns[j], minis[j].cost.size), []).append(j)
+    return list(shapes.values())
 
-    It is looked for only where the bound leaves room for it: a fortieth of the cost beside the overhead.
+
+def _columns_worth_a_try(layout: Layout, spec: StepSpec) -> int:
+    """The next number of micro-batches, or 0 where it could not pay.
+
+    It could where the bound leaves room for it: a fortieth of the cost beside the overhead.
     """
     mini, columns = layout.mini, layout.num_columns + spec.micro_batch_multiple
-    room = layout.lockstep() * _WORTH_A_TRY - tight_bound(mini, spec)
     if mini.fixed_rows is not None or columns > most_columns(mini, spec) or mini.dp_size == 1:
-        return layout
-    if room <= spec.micro_batch_overhead * spec.micro_batch_multiple:
-        return layout
-    (more,) = _search_together([mini], columns, spec)
-    return more if more is not None and more.value(spec) < layout.value(spec) else layout
+        return 0
+    room = layout.lockstep() * _WORTH_A_TRY - tight_bound(mini, spec)
+    return columns if room > spec.micro_batch_overhead * spec.micro_batch_multiple else 0
 
 
 def _rules(spec: StepSpec, num_columns: int) -> Rules:
@@ -87,8 +102,61 @@ def _rules(spec: StepSpec, num_columns: int) -> Rules:
     return Rules(cap=spec.cap, moves="none" if fixed else "rank")
 
 
-def _search_together(minis: list[MiniBatch], num_columns: int, spec: StepSpec) -> list[Layout | None]:
-    """Best layout of each mini-batch in ``num_columns`` columns; None where none was found within the cap."""
+@dataclass(frozen=True, kw_only=True)
+class _Effort:
+    """What the search of each mini-batch may spend.
+
+    Attributes:
+        swaps: looked at by exact steps.
+        loads: looked at by the harder search of a small mini-batch.
+
+    """
+
+    swaps: int
+    loads: int
+
+    @classmethod
+    def of(cls, minis: list[MiniBatch]) -> _Effort:
+        """Much the same time for any batch up to 2048 rows, then by the square root of the rows."""
+        rows = sum(mini.cost.size for mini in minis)
+        swaps = int(_EXACT_SWAPS * max(1.0, rows / 2048) ** 0.5)
+        return cls(swaps=swaps // len(minis), loads=_DEEP_LOADS // len(minis))
+
+
+def _search_together(
+    minis: list[MiniBatch], num_columns: int, spec: StepSpec, effort: _Effort, *, below: FloatArray | None = None
+) -> list[Layout | None]:
+    """Best layout of each mini-batch in ``num_columns`` columns.
+
+    None where none was found within the cap, or where it will hardly be found to cost less than ``below``.
+    """
+    rules = _rules(spec, num_columns)
+    boards, alive = _best_starts(minis, num_columns, spec)
+    if below is not None:
+        alive &= boards.lockstep() < below * _NO_HOPE[0]
+    layouts: list[Layout | None] = [None] * len(minis)
+    going: IntArray = np.flatnonzero(alive)
+    if not going.size:
+        return layouts
+    boards = boards.select(going)
+    if num_columns > 1 and spec.micro_batch_size_per_gpu is None:
+        even_out_loads(boards, rules, max_rounds=_ROUNDS)
+    if below is not None:
+        hopeful: IntArray = np.flatnonzero(boards.lockstep() < below[going] * _NO_HOPE[1])
+        if not hopeful.size:
+            return layouts
+        going, boards = going[hopeful], boards.select(hopeful)
+    remaining: list[int] = going.tolist()
+    goals = np.array([tight_bound(minis[j], spec) for j in remaining])
+    polish(boards, rules, goals=goals, max_swaps=effort.swaps)
+    for at, j in enumerate(remaining):
+        layout = _deepened(Layout(minis[j], num_columns, boards.cell[at]), spec, effort.loads)
+        layouts[j] = layout if layout.legal(spec.cap) else None
+    return layouts
+
+
+def _best_starts(minis: list[MiniBatch], num_columns: int, spec: StepSpec) -> tuple[Boards, BoolArray]:
+    """The better of two starts of each mini-batch, under the cap and levelled; and whether it is under the cap."""
     # with one column or fixed micro-batches the second start would be the first over again
     alike = num_columns == 1 or spec.micro_batch_size_per_gpu is not None
     kinds = (starts.by_tiers,) if alike else (starts.by_tiers, starts.by_stripes)
@@ -103,16 +171,10 @@ def _search_together(minis: list[MiniBatch], num_columns: int, spec: StepSpec) -
     )
     rules = _rules(spec, num_columns)
     fits = fit_cap(boards, rules)
-    even_out_loads(boards, rules, max_rounds=_ROUNDS_OF_A_START if len(kinds) > 1 else _ROUNDS)
+    even_out_loads(boards, rules, max_rounds=_ROUNDS + _ROUNDS_OF_A_START if alike else _ROUNDS_OF_A_START)
     lockstep = np.where(fits, boards.lockstep(), np.inf).reshape(len(minis), len(kinds))
     best = np.arange(len(minis)) * len(kinds) + lockstep.argmin(axis=1)
-    if len(kinds) > 1:
-        boards = boards.select(best)
-        even_out_loads(boards, rules, max_rounds=_ROUNDS)
-    polish(boards, rules, goals=np.array([tight_bound(mini, spec) for mini in minis]))
-    layouts = [Layout(mini, num_columns, boards.cell[j]) for j, mini in enumerate(minis)]
-    layouts = [_deepened(layout, spec, _DEEP_LOADS // len(layouts)) for layout in layouts]
-    return [layout if layout.legal(spec.cap) else None for layout in layouts]
+    return boards.select(best), fits[best]
 
 
 def _small_board(layout: Layout) -> SmallBoard:
