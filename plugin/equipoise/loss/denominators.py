@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from equipoise._checks import as_lengths
 from equipoise.errors import InvalidInput, must
+from equipoise.loss.collective import device_of
 from equipoise.loss.sequences import segment_keys, sequences_of
 from equipoise.plan import StepPlan
 
@@ -69,6 +70,7 @@ class LossDenominators:
             num_rows = torch.tensor(torch.unique(key[inside & ~padding.unsqueeze(-1)]).numel(), device=device)
         counts = torch.stack([tokens, num_rows])
         if group is not None:
+            counts = counts.to(device_of(group))
             dist.all_reduce(counts, group=group)
         return cls(num_tokens=int(counts[0]), num_rows=int(counts[1]))
 

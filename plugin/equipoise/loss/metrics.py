@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.errors import InvalidInput, must
+from equipoise.loss.collective import device_of
 
 Scalar = Union[float, int, torch.Tensor]  # noqa: UP007 - evaluated at run time, on Python 3.10 too
 """A number, or a tensor of one element: it stays on its device until ``value`` is asked for."""
@@ -202,7 +203,7 @@ def reduce_metrics(metrics: Mapping[str, AnyMetric], *, group: Any = None) -> di
             raise InvalidInput(must(f"metric {name!r}", "be a Metric", type(metric).__name__, "use Metric(sum, count)"))
     if group is None:
         return {name: metrics[name] for name in kinds}
-    device = _device_of(group)
+    device = device_of(group)
     means = {name: metric for name in kinds if isinstance(metric := metrics[name], Metric)}
     largest = {name: metric.largest for name in kinds if isinstance(metric := metrics[name], MaxMetric)}
     smallest = {name: -metric.smallest for name in kinds if isinstance(metric := metrics[name], MinMetric)}
@@ -230,7 +231,7 @@ def _agree(kinds: dict[str, str], group: Any) -> None:
     """Raise on every rank unless all have the same names and kinds."""
     digest = hashlib.sha256(repr(kinds).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
-    bounds = torch.tensor([number, -number], device=_device_of(group))
+    bounds = torch.tensor([number, -number], device=device_of(group))
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     if int(bounds[0]) == -int(bounds[1]):
         return
@@ -239,18 +240,6 @@ def _agree(kinds: dict[str, str], group: Any) -> None:
     common = set(kinds.items()).intersection(*(set(each.items()) for each in everyones))
     rest = {rank: sorted(set(each.items()) - common) for rank, each in enumerate(everyones)}
     raise InvalidInput(must("metrics", "have the same names and kinds on all ranks", rest, "log empty ones as (0, 0)"))
-
-
-def _device_of(group: Any) -> torch.device:
-    """Where the group's backend reduces."""
-    if "gloo" in str(dist.get_backend_config(group)):
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    return (
-        torch.device("cpu")
-        if accelerator is None
-        else torch.device(accelerator.type, torch.accelerator.current_device_index())
-    )
 
 
 def _scalar(field: str, value: Scalar) -> Scalar:
