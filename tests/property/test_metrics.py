@@ -111,6 +111,14 @@ def test_masked_nan_is_not_logged_and_nothing_is_left_out_in_silence() -> None:
     assert math.isnan(eq.Metric.of(values, torch.ones(3)).value)
 
 
+def test_jagged_values_are_logged_like_padded_ones() -> None:
+    values = torch.nested.as_nested_tensor([torch.tensor([1.0, 5.0]), torch.tensor([3.0])], layout=torch.jagged)
+    mask = torch.nested.as_nested_tensor([torch.tensor([1, 0]), torch.tensor([1])], layout=torch.jagged)
+    assert eq.Metric.of(values, mask).value == 2.0
+    with pytest.raises(eq.InvalidInput, match=r"values must have the mask's shape \(3,\), got \(1,\)"):
+        eq.Metric.of(torch.ones(1), torch.ones(3))
+
+
 def test_what_counted_nothing_is_left_out() -> None:
     empty: dict[str, AnyMetric] = {
         "mean": eq.Metric(0, 0),

@@ -62,15 +62,18 @@ def test_d3_padding_with_a_mask_of_ones_is_out_of_every_denominator() -> None:
     assert (counts.num_tokens, counts.num_rows) == (15, 3)
 
 
-@pytest.mark.parametrize(("mode", "splits"), list(itertools.product(MODES, [(8,), (4, 4), (1, 2, 5)])))
-def test_e7_micro_batches_add_up_to_the_same_loss(mode: str, splits: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("mode", "splits"), list(itertools.product(MODES, [(4, 4), (2,) * 4, (1,) * 8, (1, 2, 5)])))
+def test_e7_micro_batches_add_up_to_the_same_loss_and_gradient(mode: str, splits: tuple[int, ...]) -> None:
+    """One optimizer step made of 2, 4 or 8 accumulated micro-batches, or of unequal ones."""
     draw = torch.Generator().manual_seed(1)
-    loss = torch.randn(8, 6, generator=draw, dtype=torch.float64)
+    loss = torch.randn(8, 6, generator=draw, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(8, 6, generator=draw) < 0.6
     mask[:, 2] = True
     whole = eq.agg_loss(loss, mask, mode, loss_scale_factor=6)
-    parts = [
-        eq.agg_loss(
+    (want,) = torch.autograd.grad(whole, loss)
+    accumulated, found = torch.zeros_like(loss), 0.0
+    for loss_part, mask_part in zip(split(loss, splits), split(mask, splits), strict=True):
+        share = eq.agg_loss(
             loss_part,
             mask_part,
             mode,
@@ -79,9 +82,10 @@ def test_e7_micro_batches_add_up_to_the_same_loss(mode: str, splits: tuple[int, 
             global_batch_size=8,
             loss_scale_factor=6,
         )
-        for loss_part, mask_part in zip(split(loss, splits), split(mask, splits), strict=True)
-    ]
-    assert abs(float(sum(parts)) / 2 - float(whole)) < 1e-12
+        accumulated += torch.autograd.grad(share, loss)[0] / 2
+        found += share.item() / 2
+    assert abs(found - whole.item()) < 1e-12
+    torch.testing.assert_close(accumulated, want, rtol=0, atol=1e-12)
 
 
 def test_e3_a_global_count_is_asked_for_with_more_than_one_rank() -> None:

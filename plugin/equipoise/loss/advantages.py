@@ -170,7 +170,7 @@ def grpo_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Advanta
     A prompt with a single rollout has nothing to compare with: mean 0 and std 1 are taken, as verl does. Reads
     ``norm_by_std``, ``epsilon``.
 
-    Source: arXiv 2402.03300, section 4.1.2; without the std arXiv 2503.20783, section 3.2.
+    Source: arXiv 2402.03300, section 4.1.2; without the std arXiv 2503.20783, section 3.
     """
     scores, group, sizes = _scores(inputs, "grpo")
     alone = sizes == 1
@@ -194,7 +194,7 @@ def rloo_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Advanta
 
     A prompt with a single rollout keeps its reward, as verl does. Reads no setting.
 
-    Source: arXiv 2402.14740, section 3.2.
+    Source: arXiv 2402.14740, REINFORCE leave-one-out.
     """
     del config
     scores, group, sizes = _scores(inputs, "rloo")

@@ -21,7 +21,7 @@ class PolicyConfig:
         clip_high: the ratio is clipped from above at ``1 + clip_high``. Above ``clip_low`` it is DAPO's clip-higher
             (arXiv 2503.14476, section 3.1).
         dual_clip: with a negative advantage, a token's loss is at most ``dual_clip · |advantage|`` (arXiv 1912.09729,
-            section 3.3); above 1, or None for no such bound.
+            dual-clip PPO); above 1, or None for no such bound.
         kl_coef: weight of the KL term in the loss; 0 for none.
         kl_kind: its estimator, see :func:`equipoise.kl_penalty`.
         entropy_coef: weight of the entropy bonus; 0 for none.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from equipoise.errors import InvalidInput, must
 from equipoise.loss.collective import device_of
+from equipoise.loss.sequences import flat, sequences_of
 
 Scalar = Union[float, int, torch.Tensor]  # noqa: UP007 - evaluated at run time, on Python 3.10 too
 """A number, or a tensor of one element: it stays on its device until ``value`` is asked for."""
@@ -45,11 +46,19 @@ class Metric:
     def of(cls, values: torch.Tensor, mask: torch.Tensor) -> Metric:
         """The values where the mask is not 0, summed in float64.
 
+        Args:
+            values: any shape, or jagged.
+            mask: of the same shape.
+
+        Raises:
+            InvalidInput: shapes that differ.
+
         >>> Metric.of(torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([1, 1, 0])).value
         2.0
         """
-        chosen = mask != 0
-        return cls(torch.where(chosen, values.detach(), 0).sum(dtype=torch.float64), chosen.sum())
+        sequences = sequences_of(mask)
+        chosen = sequences.select(flat(values.detach(), mask, "values"))
+        return cls(chosen.sum(dtype=torch.float64), sequences.chosen.sum())
 
     @staticmethod
     def max(value: Scalar) -> MaxMetric:

@@ -76,7 +76,7 @@ def clipped(tokens: SelectedTokens, config: PolicyConfig) -> PerToken:
     Logs ``pg_clipfrac`` (clipping raises the loss), ``pg_clipfrac_lower`` (the dual clip lowers it), ``ppo_kl``
     (mean of ``old_log_prob - log_prob``), ``ratio_max``, ``ratio_min``.
 
-    Source: arXiv 1707.06347, eq. 7; dual clip: arXiv 1912.09729, eq. 5; decoupled bounds: arXiv 2503.14476, eq. 10.
+    Source: arXiv 1707.06347, eq. 7; dual clip: arXiv 1912.09729; decoupled bounds: arXiv 2503.14476, eq. 10.
     """
     log_ratio, ratio = _ratio(tokens)
     plain = -tokens.advantages * ratio
