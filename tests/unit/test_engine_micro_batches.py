@@ -164,7 +164,8 @@ def test_a_plan_refuses_other_rows_and_settings() -> None:
     [
         ({}, "must be exactly one"),
         ({"max_token_len": 4, "micro_batch_size": 2}, "must be exactly one"),
-        ({"max_token_len": 0}, "be a whole number of at least 1"),
+        ({"max_token_len": 0}, "max_token_len must be a whole number of at least 1, got 0"),
+        ({"micro_batch_size": 0}, "micro_batch_size must be a whole number of at least 1, got 0"),
         (
             {"micro_batch_size": 2},
             r"rows of rank 0 must be a multiple of micro_batch_size = 2, got 3; legal sizes: \[1, 3",
@@ -177,6 +178,11 @@ def test_a_plan_refuses_other_rows_and_settings() -> None:
 def test_what_cannot_be_cut_is_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidInput, match=text):
         prepare_micro_batches(rows([3, 5, 3]), **settings)
+
+
+def test_a_row_without_a_token_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="row 1 must have a token"):
+        prepare_micro_batches(rows([3, 0, 3]), max_token_len=8)
 
 
 def test_a_packed_row_tells_positions_and_the_next_tokens() -> None:

@@ -31,7 +31,7 @@ class MicroBatches(NamedTuple):
     """Micro-batches and, of each, the numbers of its rows in the data; none for one of zero weight.
 
     A zero-weight micro-batch holds one made-up row, so that forward and backward run as on the other ranks. Its loss is
-    to be multiplied by nothing but 0, and its outputs are no one's.
+    0 times its outputs, and its outputs are no one's.
     """
 
     batches: list[TensorDict]
@@ -86,8 +86,9 @@ def prepare_micro_batches(
 ) -> MicroBatches:
     """Cut a rank's rows by a plan, under a token cap, or into a fixed number of rows.
 
-    By a plan, no rank asks another. Otherwise the ranks of ``group`` agree on one count in one all-reduce, which also
-    carries what is wrong with any rank's rows: an error is raised on all of them, with the same text.
+    By a plan, no rank asks another: rows that are not the plan's are an error on their rank alone. Otherwise the ranks
+    of ``group`` agree on one count in one all-reduce, which also carries what is wrong with any rank's rows: an error is
+    raised on all of them, with the same text.
 
     Args:
         data: this rank's rows: jagged ``input_ids``, or dense ones beside an ``attention_mask``. With a plan they are
@@ -135,7 +136,9 @@ def prepare_micro_batches(
     if group is None and dist.is_initialized() and dist.get_world_size() > 1:
         rule = f"be the data-parallel group of {dist.get_world_size()} processes"
         raise InvalidInput(must("group", rule, None, "pass it, so that ranks agree on a count, or pass a plan"))
-    positive("max_token_len or micro_batch_size", max_token_len or micro_batch_size, "pass what a micro-batch holds")
+    for field, value in (("max_token_len", max_token_len), ("micro_batch_size", micro_batch_size)):
+        if value is not None:
+            positive(field, value, "pass what one micro-batch holds")
     if ask.rows is not None and ask.rows % ask.together:
         rule = f"be a multiple of force_group_size = {ask.together}"
         raise InvalidInput(must("micro_batch_size", rule, ask.rows, "count rows, not groups"))
@@ -183,6 +186,9 @@ def _agreed(data: TensorDict, ask: _Ask, group: Any) -> list[IntArray]:
     own_error: InvalidInput | None = None
     try:
         lengths = token_lengths(data)
+        if lengths.size and lengths.min() < 1:
+            row = int(lengths.argmin())
+            raise InvalidInput(must(f"row {row}", "have a token", 0, "drop the row, or pad it to one"))
         mine, units, parts = _first_cut(lengths, ask)
     except InvalidInput as error:  # the other ranks are told of it first
         own_error = error

@@ -170,7 +170,9 @@ def _config_of(source: Any) -> Any:
 
 
 def blocks(module: AnyModel) -> list[nn.Module]:
-    """The transformer blocks, as the HF model names their classes.
+    """What is gathered and freed by itself: embeddings that are not the head too, and the transformer blocks.
+
+    Which classes are blocks, the HF model names in ``_no_split_modules``.
 
     Raises:
         InvalidInput: the model does not say which classes are blocks.
@@ -185,7 +187,8 @@ def blocks(module: AnyModel) -> list[nn.Module]:
     if not found:
         rule = "name its blocks in _no_split_modules"
         raise InvalidInput(must("model", rule, sorted(names), "set the attribute on its class, or use backend='ddp'"))
-    return found
+    tied = isinstance(module, LanguageModel) and module.hf.config.get_text_config().tie_word_embeddings
+    return found if tied else [*(part for part in module.modules() if isinstance(part, nn.Embedding)), *found]
 
 
 def _hidden(backbone: Any, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ _EMPTY: dict[type[AnyMetric], AnyMetric] = {
 
 
 class TorchEngine(BaseEngine):
-    """A HF model on every rank of the world, ``sp_size`` neighbours sharing rows.
+    """A HF model on every rank of the world, ``sp_size`` neighbours sharing rows: those are given the same data.
 
     Args:
         config: see :class:`equipoise.engine.EngineConfig`.
