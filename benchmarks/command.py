@@ -83,7 +83,7 @@ def _measure(
     if options.no_speed:
         return run, []
     sizes = speed.QUICK_GROWTH if options.quick else speed.GROWTH
-    parts = sum(map(is_ours, found)) + 3
+    parts = sum(map(is_ours, found)) + 4
     with _progress(console, "speed", len(sizes) * parts) as step:
         return run, timings(sizes, found, repeats=1 if options.quick else 5, budget_s=6 * options.budget, tick=step)
 
@@ -123,6 +123,7 @@ def _write(run: Run, times: list[Timing], options: argparse.Namespace, console: 
 
 def _show(run: Run, times: list[Timing], console: Console) -> None:
     lines = ["## Lockstep cost over the bound, median over sizes and caps (worst)", tables.table(*tables.summary(run))]
+    lines += [tables.TARGETS, tables.table(*tables.targets(run))]
     if times:
         lines += ["## Processor milliseconds by rows x ranks x steps", tables.table(*tables.speed(times))]
     for title, behind in tables.behind(run).items():
