@@ -214,10 +214,7 @@ def skipped(out: dict[str, Any]) -> None:
         def broken(columns: Any, rows: Any, group: Any) -> Any:
             return columns["log_probs"].values().sum() * float("nan"), {}
 
-        empty = data.clone()
-        empty["loss_mask"] = torch.nested.as_nested_tensor(
-            [torch.zeros_like(one) for one in cast(Any, data["loss_mask"]).unbind()], layout=torch.jagged
-        )
+        empty = masked_out(data)
         loss = ref.CountingLoss(tokens=0, dp_size=made.get_data_parallel_size())
         with warnings.catch_warnings(record=True) as heard, made.train_mode():
             warnings.simplefilter("always")
@@ -232,6 +229,47 @@ def skipped(out: dict[str, Any]) -> None:
             "before": before,
             "after": weights(made),
         }
+
+
+def masked_out(data: Any) -> Any:
+    """The same rows, none of whose tokens count."""
+    empty = data.clone()
+    mask = [torch.zeros_like(one) for one in data["loss_mask"].unbind()]
+    empty["loss_mask"] = torch.nested.as_nested_tensor(mask, layout=torch.jagged)
+    return empty
+
+
+def empty_step_on_an_empty_rank(out: dict[str, Any]) -> None:
+    made = engine("fsdp2", "language_model", "llama", max_token_len_per_gpu=ref.CAP, on_shortage="zero_weight")
+    data = masked_out(ref.batch([0, 1])) if dist.get_rank() == 0 else ref.batch([])
+    with warnings.catch_warnings(), made.train_mode():
+        warnings.simplefilter("ignore")
+        out["skipped/no rows"] = made.train_batch(data, ref.CountingLoss(tokens=0, dp_size=2)).stepped
+
+
+def states(out: dict[str, Any]) -> None:
+    """What is called out of its turn, and plans that are not the engine's."""
+    made = engine("ddp", "language_model", "llama", max_token_len_per_gpu=ref.CAP)
+    frozen = engine("fsdp2", "language_model", "llama", max_token_len_per_gpu=ref.CAP, optimizer=None)
+    data, loss = ref.batch(ALL), ref.CountingLoss(tokens=1, dp_size=1)
+    out["state/no mode"] = refused(lambda: made.train_batch(data, loss))
+    with made.eval_mode():
+        out["state/eval"] = refused(lambda: made.train_batch(data, loss))
+        out["state/nested"] = refused(lambda: made.train_mode().__enter__())
+    with frozen.train_mode():
+        out["state/frozen"] = refused(lambda: frozen.train_batch(data, loss))
+        out["state/frozen passes"] = len(frozen.infer_batch(data).model_output)
+    spec = eq.StepSpec(dp_size=1, max_token_len_per_gpu=2 * ref.CAP)
+    wide = eq.plan_step(ref.LENGTHS, spec)
+    other = eq.plan_step(ref.LENGTHS, eq.StepSpec(dp_size=2, max_token_len_per_gpu=ref.CAP))
+    with made.train_mode():
+        out["state/cap"] = refused(lambda: made.train_batch(data, loss, plan=wide))
+        out["state/ranks"] = refused(lambda: made.train_batch(data, loss, plan=other))
+        out["state/no loss"] = refused(lambda: made.forward_backward_batch(data, None))
+        out["state/mini_batch"] = refused(lambda: made.train_batch(data, loss, mini_batch=0))
+        out["state/temperature"] = refused(lambda: made.infer_batch(data, temperature=0.0))
+    sharing: dict[str, Any] = {"max_token_len_per_gpu": ref.CAP, "sp_size": 2}
+    out["state/sp"] = refused(lambda: engine("ddp", "language_model", "llama", **sharing))
 
 
 def checkpoints(out: dict[str, Any], folder: Path, world: int) -> None:
@@ -370,10 +408,12 @@ def scenarios(rank: int, world: int, folder: Path) -> dict[str, Any]:
     checkpoints(out, folder, world)
     if world == 1:
         moves(out)
+        states(out)
         return out
     variants(out)
     sequence_parallel(out)
     zero_weight(out, world)
+    empty_step_on_an_empty_rank(out)
     micro_batches(out, rank, world)
     from_folder(out, folder)
     return out

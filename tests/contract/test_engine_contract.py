@@ -186,6 +186,33 @@ def test_i1_a_step_without_a_sound_gradient_is_skipped_and_said_so(seen: Seen, w
         assert all(torch.equal(got["before"][name], got["after"][name]) for name in got["before"])
 
 
+def test_i1_a_rank_without_rows_agrees_that_no_token_counts(seen: Seen) -> None:
+    assert [rank["skipped/no rows"] for rank in seen.worlds[2]] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("no mode", "WrongState: mode must be 'train', got None; call it in `with engine.train_mode():`"),
+        ("eval", "WrongState: mode must be 'train', got 'eval'"),
+        ("nested", "WrongState: mode must be None when a mode is entered, got 'eval'"),
+        ("frozen", "WrongState: optimizer must be there for training"),
+        ("cap", "InvalidInput: plan must keep to the engine's cap of 16 tokens, got"),
+        ("ranks", "InvalidInput: plan must be for the group's 1 ranks, got 2"),
+        ("no loss", "InvalidInput: loss_function must be given for training"),
+        ("mini_batch", "InvalidInput: mini_batch must be None without a plan, got 0"),
+        ("temperature", "InvalidInput: temperature must be above 0, got 0.0"),
+        ("sp", "InvalidInput: sp_size must divide the 1 ranks, got 2"),
+    ],
+)
+def test_what_comes_out_of_turn_is_refused(seen: Seen, case: str, text: str) -> None:
+    assert seen.worlds[1][0][f"state/{case}"].startswith(text)
+
+
+def test_an_engine_without_an_optimizer_still_infers(seen: Seen) -> None:
+    assert seen.worlds[1][0]["state/frozen passes"] == len(ALL)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_resumed_run_goes_on_with_the_same_curve(seen: Seen, world: int, backend: str) -> None:

@@ -87,8 +87,8 @@ def prepare_micro_batches(
     """Cut a rank's rows by a plan, under a token cap, or into a fixed number of rows.
 
     By a plan, no rank asks another: rows that are not the plan's are an error on their rank alone. Otherwise the ranks
-    of ``group`` agree on one count in one all-reduce, which also carries what is wrong with any rank's rows: an error is
-    raised on all of them, with the same text.
+    of ``group`` agree on one count in one all-reduce, which also carries what is wrong with any rank's rows: an error
+    is raised on all of them, with the same text.
 
     Args:
         data: this rank's rows: jagged ``input_ids``, or dense ones beside an ``attention_mask``. With a plan they are

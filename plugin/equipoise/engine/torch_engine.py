@@ -297,12 +297,13 @@ class TorchEngine(BaseEngine):
         return loss / self.get_data_parallel_size(), metrics
 
     def _no_token_counts(self) -> bool:
-        """Asked on all ranks or on none: the gradient norm is the same on all."""
-        mask = None if self._last_data is None else self._last_data.get("loss_mask", None)
-        if not isinstance(mask, torch.Tensor):
-            return False
-        padding = cast(TensorDict, self._last_data).get("is_padding", None)
-        local = LossDenominators.of(mask, is_padding=padding).num_tokens
+        """Asked on all ranks or on none: the gradient norm is the same on all. False where no mask tells."""
+        data = self._last_data
+        mask = None if data is None else data.get("loss_mask", None)
+        if data is None or not isinstance(mask, torch.Tensor):
+            local = int(data is None or len(data) > 0)
+        else:
+            local = LossDenominators.of(mask, is_padding=data.get("is_padding", None)).num_tokens
         count = torch.tensor(local, device=collective_device(self.dp_group))
         dist.all_reduce(count, group=self.dp_group)
         return int(count) == 0
