@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL ?= smollm2
 ARGS ?=
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help run test lint bench wheel clean
@@ -23,8 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP)  ## GRPO on SmolLM2-135M with verl on two CPU ranks; MODEL=tiny for the short one
 	@$(BIN)/python -m examples.main_job --model $(MODEL) $(ARGS)
 
-test: $(STAMP)  ## the whole test suite; ARGS='-m "not slow"' for the quick part
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## the whole test suite; ARGS='-m "not slow"' for the quick part, JOBS=0 for one process
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(STAMP)  ## ruff, pyright (strict), import-linter
 	$(BIN)/ruff check .

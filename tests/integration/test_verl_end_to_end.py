@@ -39,7 +39,8 @@ PPO = [
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=700",
 ]
 RUNS: dict[str, tuple[int, list[str]]] = {
-    "grpo": (2, ["trainer.val_before_train=True"]),
+    "grpo": (2, ["trainer.val_before_train=True", "trainer.test_freq=2"]),
+    "padded rows": (2, ["actor_rollout_ref.model.use_remove_padding=False"]),
     "grpo+": (
         2,
         [*ON, "trainer.val_before_train=True", "trainer.save_freq=2", "trainer.default_local_dir=checkpoints"],
@@ -109,6 +110,27 @@ def test_every_step_trains_with_finite_figures(pool: dict[str, Future[Completed]
         for key in ("actor/pg_loss", "actor/grad_norm", "critic/rewards/mean", "global_seqlen/mean"):
             assert math.isfinite(row[key]), (key, row[key])
         assert row["actor/grad_norm"] > 0
+
+
+def test_training_without_equipoise_learns_and_validates(pool: dict[str, Future[Completed]]) -> None:
+    run = finished(pool, "grpo")
+    assert [row["step"] for row in run.metrics] == [0, 1, 2]
+    first, last = run.series("val-aux/tiny/sum/reward/mean@1")
+    assert last > first  # two steps are enough for the model to prefer digits
+
+
+def test_the_actor_gives_samples_the_probabilities_they_were_drawn_with(pool: dict[str, Future[Completed]]) -> None:
+    differences = finished(pool, "grpo").series("training/rollout_probs_diff_max")
+    assert len(differences) == 2
+    assert max(differences) < 1e-6  # step 2 was sampled with weights that went over to the servers
+
+
+def test_padded_rows_train_alike_and_the_samples_repeat(pool: dict[str, Future[Completed]]) -> None:
+    packed, padded = finished(pool, "grpo"), finished(pool, "padded rows")
+    assert padded.series("response_length/mean") == packed.series("response_length/mean")
+    assert padded.series("critic/score/mean") == packed.series("critic/score/mean")
+    assert padded.series("actor/grad_norm") == pytest.approx(packed.series("actor/grad_norm"), rel=1e-4)
+    assert padded.series("actor/pg_loss") == pytest.approx(packed.series("actor/pg_loss"), abs=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.endswith("+")])
