@@ -1,0 +1,94 @@
+"""A paged cache of keys and values: per layer one pool of blocks, per request a list of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from equipoise.errors import EquipoiseError, InvalidInput, must
+from equipoise.rollout.transfer.state import KVLayout
+
+ZEROS = 0
+"""Block that stands for "none" in a block table; read under a mask, never written."""
+SPARE = 1
+"""Block that rows of padding write to and read from."""
+RESERVED = 2
+
+
+class OutOfBlocks(EquipoiseError, RuntimeError):
+    """The pool has fewer free blocks than asked for."""
+
+
+class PagedCache:
+    """Pools of blocks, ``(2, num_kv_heads, blocks, block_size, head_dim)`` per layer: keys, then values.
+
+    Heads come before blocks, so that one gather gives what attention multiplies. A block is wiped when it is handed
+    out: what an earlier request left, not-a-numbers included, cannot reach a later one.
+
+    Args:
+        layout: of the blocks.
+        num_blocks: that requests can hold.
+        device: of the pools.
+    """
+
+    def __init__(self, layout: KVLayout, *, num_blocks: int, device: torch.device) -> None:
+        if num_blocks < 1:
+            raise InvalidInput(must("num_blocks", "be at least 1", num_blocks, "pass the blocks that memory allows"))
+        self.layout = layout
+        self.num_blocks = num_blocks
+        shape = (2, layout.num_kv_heads, num_blocks + RESERVED, layout.block_size, layout.head_dim)
+        self.pools = [torch.zeros(shape, dtype=layout.torch_dtype, device=device) for _ in range(layout.num_layers)]
+        self._free = list(range(num_blocks + RESERVED - 1, RESERVED - 1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no request holds."""
+        return len(self._free)
+
+    def take(self, number: int) -> list[int]:
+        """Hand out ``number`` blocks of zeros.
+
+        Raises:
+            OutOfBlocks: there are fewer; none is handed out.
+        """
+        if number > len(self._free):
+            raise OutOfBlocks(f"the cache must have {number} free blocks, got {len(self._free)}; raise num_blocks")
+        if number == 0:
+            return []
+        blocks = [self._free.pop() for _ in range(number)]
+        where = self._index(blocks)
+        for pool in self.pools:
+            pool.index_fill_(2, where, 0)
+        return blocks
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Take back blocks that were handed out."""
+        self._free.extend(reversed(blocks))
+
+    def read(self, layer: int, blocks: Sequence[int]) -> torch.Tensor:
+        """A copy of blocks of one layer, ``(2, num_kv_heads, len(blocks), block_size, head_dim)``."""
+        return self.pools[layer].index_select(2, self._index(blocks))
+
+    def write(self, layer: int, blocks: Sequence[int], content: torch.Tensor) -> None:
+        """Undo :meth:`read`."""
+        self.pools[layer].index_copy_(2, self._index(blocks), content.to(self.pools[layer].device))
+
+    def _index(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(blocks, dtype=torch.long, device=self.pools[0].device)
+
+
+class CachedLayers(Sequence[torch.Tensor]):
+    """The cache of one request, a layer at a time: copied when it is asked for, so that sending needs no second cache."""
+
+    def __init__(self, cache: PagedCache, blocks: Sequence[int]) -> None:
+        self._cache = cache
+        self._blocks = tuple(blocks)
+
+    def __len__(self) -> int:
+        return self._cache.layout.num_layers
+
+    def __getitem__(self, layer: int | slice) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if isinstance(layer, slice) or not 0 <= layer < len(self):
+            raise IndexError(layer)
+        return self._cache.read(layer, self._blocks)

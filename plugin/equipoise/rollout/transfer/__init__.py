@@ -1,0 +1,21 @@
+"""How requests move between ranks: what they carry, how it travels, how ranks agree that it arrived."""
+
+from equipoise.rollout.transfer.state import EngineFacts as EngineFacts
+from equipoise.rollout.transfer.state import KVLayout as KVLayout
+from equipoise.rollout.transfer.state import MovableEngine as MovableEngine
+from equipoise.rollout.transfer.state import RequestState as RequestState
+from equipoise.rollout.transfer.state import Sampling as Sampling
+from equipoise.rollout.transfer.state import SteppingEngine as SteppingEngine
+from equipoise.rollout.transfer.state import StepReport as StepReport
+from equipoise.rollout.transfer.wire import WireError as WireError
+
+__all__ = [
+    "EngineFacts",
+    "KVLayout",
+    "MovableEngine",
+    "RequestState",
+    "Sampling",
+    "StepReport",
+    "SteppingEngine",
+    "WireError",
+]

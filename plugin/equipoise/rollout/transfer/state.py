@@ -1,0 +1,222 @@
+"""What a request carries when it moves, what an engine tells of itself, and the protocol that engines implement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from equipoise.errors import InvalidInput, must
+
+FINISH_REASONS = ("stop", "length")
+"""Why a request ended: a stop token, or ``max_tokens``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the tokens of one request are drawn, and when it stops.
+
+    Args:
+        seed: of its random numbers; token ``i`` uses number ``i`` of that seed, whatever was drawn before it.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: only the ``top_k`` likeliest tokens; 0 for all.
+        top_p: only the likeliest tokens that hold this share of the probability together.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen so far, the prompt's as well.
+        presence_penalty: taken from the logits of tokens put out so far.
+        frequency_penalty: likewise, times how often.
+        stop_token_ids: tokens that end the response; they are part of it.
+        max_tokens: most tokens of a response.
+
+    Raises:
+        InvalidInput: a value out of its range.
+    """
+
+    seed: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("seed", 0 <= self.seed < 2**63, "be from 0 to 2**63 - 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "be at least 0 and finite"),
+            ("top_k", 0 <= self.top_k < 2**31, "be at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "be above 0 and at most 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "be above 0 and finite"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "be finite"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "be finite"),
+            ("stop_token_ids", all(0 <= token < 2**31 for token in self.stop_token_ids), "be token ids"),
+            ("max_tokens", 1 <= self.max_tokens < 2**31, "be at least 1"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                raise InvalidInput(must(name, rule, getattr(self, name), "mend the sampling of the request"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestState:
+    """A request, from asked for to finished: all that another rank needs to go on with it.
+
+    There is no generator to carry: ``sampling.seed`` and the number of tokens put out are its whole state. Penalties
+    follow from the tokens.
+
+    Args:
+        id: unique over all ranks.
+        prompt: token ids; at least one.
+        sampling: how it goes on.
+        home: rank that asked for it.
+        index: where its result stands among those of ``home``.
+        output: tokens put out so far.
+        log_probs: of these tokens, in nats.
+        finish_reason: one of :data:`FINISH_REASONS`, or None while it runs.
+        num_cached: tokens, from the first, whose keys and values are in the cache.
+        kv: per layer, the cache blocks of these tokens, ``(2, num_kv_heads, blocks, block_size, head_dim)``; None where
+            the cache is to be computed anew.
+
+    Raises:
+        InvalidInput: an empty prompt, or parts that do not fit each other.
+
+    >>> state = RequestState(id="a", prompt=(5, 6), sampling=Sampling())
+    >>> state.tokens, state.num_tokens
+    ((5, 6), 2)
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    home: int = 0
+    index: int = 0
+    output: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    finish_reason: str | None = None
+    num_cached: int = 0
+    kv: Sequence[torch.Tensor] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        where = f"of request {self.id!r}"
+        if not self.prompt:
+            raise InvalidInput(must(f"prompt {where}", "hold at least one token", [], "leave the request out"))
+        if len(self.log_probs) != len(self.output):
+            rule = f"be one per token put out, {len(self.output)}"
+            raise InvalidInput(must(f"log_probs {where}", rule, len(self.log_probs), "pass one per token"))
+        if self.finish_reason not in (None, *FINISH_REASONS):
+            rule = f"be None or one of {list(FINISH_REASONS)}"
+            raise InvalidInput(must(f"finish_reason {where}", rule, self.finish_reason, "pass how it ended"))
+        if not 0 <= self.num_cached <= self.num_tokens:
+            rule = f"be from 0 to its {self.num_tokens} tokens"
+            raise InvalidInput(must(f"num_cached {where}", rule, self.num_cached, "pass the tokens in the cache"))
+        if len(self.output) > self.sampling.max_tokens:
+            rule = f"hold at most max_tokens = {self.sampling.max_tokens}"
+            raise InvalidInput(must(f"output {where}", rule, len(self.output), "raise max_tokens"))
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and output."""
+        return self.prompt + self.output
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.prompt) + len(self.output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayout:
+    """Shape of a paged cache; one block of one layer is ``(2, num_kv_heads, block_size, head_dim)``."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+
+    def blocks(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens``."""
+        return -(-num_tokens // self.block_size)
+
+    def nbytes(self, num_tokens: int) -> int:
+        """Bytes that ``num_tokens`` take, over all layers, in whole blocks."""
+        itemsize = self.torch_dtype.itemsize
+        return self.blocks(num_tokens) * self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the blocks."""
+        return DTYPES[self.dtype]
+
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """What ranks compare before anything moves.
+
+    Args:
+        layout: of the cache; must agree.
+        model: says which model it is and how it is computed; must agree.
+        tiers: decode sizes, falling; must agree.
+        slots: most requests that run at once.
+        free_blocks: cache blocks that no request holds.
+        num_blocks: cache blocks in all.
+    """
+
+    layout: KVLayout
+    model: str
+    tiers: tuple[int, ...]
+    slots: int
+    free_blocks: int
+    num_blocks: int
+
+
+class MovableEngine(Protocol):
+    """An engine whose requests can move. ``export`` only reads; ``import_`` and ``abort`` do all or nothing."""
+
+    def facts(self) -> EngineFacts:
+        """What it is, and how much room it has."""
+        ...
+
+    def list_requests(self) -> Sequence[RequestState]:
+        """Unfinished requests, those that run first, each without its cache; ``num_cached`` is 0 for those that wait."""
+        ...
+
+    def export(self, ids: Sequence[str]) -> list[RequestState]:
+        """Unfinished requests with their cache, where they have one; they stay."""
+        ...
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """Forget unfinished requests, and free what they hold."""
+        ...
+
+    def import_(self, states: Sequence[RequestState]) -> None:
+        """Take requests in, and go on with them at the next step."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one decode step was: the tier it ran at, rows that were requests, tokens of their context in all."""
+
+    tier: int
+    num_running: int
+    context_tokens: int
+
+
+class SteppingEngine(MovableEngine, Protocol):
+    """A movable engine that is driven from outside, a decode step at a time."""
+
+    def step(self) -> StepReport | None:
+        """One token for each running request; None where there is none."""
+        ...
+
+    def take_finished(self) -> list[RequestState]:
+        """Requests that ended since the last call, without their cache."""
+        ...

@@ -1,0 +1,279 @@
+"""Binary messages between ranks: versioned, checksummed, every count checked against what arrived before it is used.
+
+Layout of a message, little-endian: magic ``EQ``, version (u16), kind (u16), length of the body (u64), CRC-32 of the body
+(u32), the body. Nothing that arrives is executed, as unpickling would.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from equipoise.errors import EquipoiseError, InvalidInput
+from equipoise.rollout.transfer.state import FINISH_REASONS, EngineFacts, KVLayout, RequestState, Sampling
+
+VERSION = 1
+_HEAD = struct.Struct("<2sHHQI")
+_MAGIC = b"EQ"
+_STATE = struct.Struct("<IIBQdIddddIIIIII")
+_ROW = struct.Struct("<IIIBI")
+_FACTS = struct.Struct("<IIIIIIIQQ")
+_COUNTS = struct.Struct("<III")
+_COUNT = struct.Struct("<I")
+TIMING_WIDTH = 6
+
+
+class WireError(EquipoiseError, ValueError):
+    """A message is not what the schema says."""
+
+
+class Kind(IntEnum):
+    """What a message holds."""
+
+    TABLE = 1
+    STATES = 2
+    VOTE = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One unfinished request in a rank's table."""
+
+    id: str
+    home: int
+    num_tokens: int
+    num_cached: int
+    running: bool
+    max_remaining: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """What one rank tells all others at a check.
+
+    Args:
+        facts: of its engine.
+        check: number of this check; must agree.
+        settings: checksum of the configuration; must agree.
+        rows: its unfinished requests.
+        trouble: why the rank cannot go on; empty if it can.
+        timings: ``(tier, steps, seconds, context tokens, seconds · context, context²)`` per tier, measured so far.
+    """
+
+    facts: EngineFacts
+    check: int
+    settings: int
+    rows: tuple[Row, ...]
+    trouble: str = ""
+    timings: tuple[tuple[float, ...], ...] = ()
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def pack(self, form: struct.Struct, *values: Any) -> None:
+        try:
+            self.parts.append(form.pack(*values))
+        except struct.error as error:
+            raise WireError(f"a message must hold values in the range of its fields; {error}") from error
+
+    def text(self, text: str) -> None:
+        raw = text.encode()
+        self.pack(_COUNT, len(raw))
+        self.parts.append(raw)
+
+    def array(self, values: Sequence[float], dtype: str) -> None:
+        self.parts.append(np.asarray(values, dtype=dtype).tobytes())
+
+    def message(self, kind: Kind) -> bytes:
+        body = b"".join(self.parts)
+        return _HEAD.pack(_MAGIC, VERSION, kind, len(body), zlib.crc32(body)) + body
+
+
+class _Reader:
+    """Reads a message from front to back; nothing beyond its end, nothing left over."""
+
+    def __init__(self, raw: bytes, kind: Kind) -> None:
+        if len(raw) < _HEAD.size:
+            raise WireError(f"a message must hold a head of {_HEAD.size} bytes, got {len(raw)}")
+        magic, version, found, length, crc = _HEAD.unpack_from(raw)
+        if magic != _MAGIC or version != VERSION or found != kind:
+            want = (_MAGIC, VERSION, int(kind))
+            raise WireError(f"a message must begin with {want}, got {(magic, version, found)}; run one version everywhere")
+        self.raw = memoryview(raw)[_HEAD.size :]
+        self.at = 0
+        if length != len(self.raw) or zlib.crc32(self.raw) != crc:
+            raise WireError(f"a message must hold the {length} bytes that were sent, got {len(self.raw)} or others")
+
+    def take(self, size: int) -> memoryview:
+        if size > len(self.raw) - self.at:
+            raise WireError(f"a message must hold {size} more bytes, got {len(self.raw) - self.at}")
+        self.at += size
+        return self.raw[self.at - size : self.at]
+
+    def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
+        return form.unpack(self.take(form.size))
+
+    def count(self, least_size: int) -> int:
+        """A number of parts that the rest can hold."""
+        (number,) = self.unpack(_COUNT)
+        if number * least_size > len(self.raw) - self.at:
+            raise WireError(f"a message must hold the {number} parts that it names, got {len(self.raw) - self.at} bytes")
+        return number
+
+    def text(self) -> str:
+        try:
+            return bytes(self.take(self.count(1))).decode()
+        except UnicodeDecodeError as error:
+            raise WireError(f"a message must hold UTF-8 text; {error}") from error
+
+    def array(self, number: int, dtype: str) -> npt.NDArray[Any]:
+        return np.frombuffer(self.take(number * np.dtype(dtype).itemsize), dtype=dtype)
+
+    def end(self) -> None:
+        if self.at != len(self.raw):
+            raise WireError(f"a message must end with its last part, got {len(self.raw) - self.at} bytes more")
+
+
+def pack_states(states: Sequence[RequestState]) -> bytes:
+    """Requests without the contents of their cache.
+
+    >>> state = RequestState(id="a", prompt=(5, 6), sampling=Sampling(seed=3))
+    >>> unpack_states(pack_states([state])) == [state]
+    True
+    """
+    out = _Writer()
+    out.pack(_COUNT, len(states))
+    for state in states:
+        how = state.sampling
+        reason = 0 if state.finish_reason is None else 1 + FINISH_REASONS.index(state.finish_reason)
+        sizes = (len(how.stop_token_ids), len(state.prompt), len(state.output), state.num_cached)
+        penalties = (how.repetition_penalty, how.presence_penalty, how.frequency_penalty)
+        numbers = (how.seed, how.temperature, how.top_k, how.top_p, *penalties, how.max_tokens)
+        out.text(state.id)
+        out.pack(_STATE, state.home, state.index, reason, *numbers, *sizes, int(state.kv is not None))
+        for tokens in (how.stop_token_ids, state.prompt, state.output):
+            out.array(tokens, "<i4")
+        out.array(state.log_probs, "<f8")
+    return out.message(Kind.STATES)
+
+
+def unpack_states(raw: bytes) -> list[RequestState]:
+    """Undo :func:`pack_states`; a request that comes with its cache keeps ``num_cached``, any other has 0.
+
+    Raises:
+        WireError: the message is cut, changed, of another version, or holds values that no request has.
+    """
+    read = _Reader(raw, Kind.STATES)
+    found = [_state(read) for _ in range(read.count(_STATE.size))]
+    read.end()
+    return found
+
+
+def _state(read: _Reader) -> RequestState:
+    name = read.text()
+    home, index, reason, seed, temperature, top_k, top_p, *rest = read.unpack(_STATE)
+    repetition, presence, frequency, max_tokens, num_stop, num_prompt, num_output, num_cached, with_kv = rest
+    stop, prompt, output = (read.array(number, "<i4") for number in (num_stop, num_prompt, num_output))
+    if any(tokens.size and tokens.min() < 0 for tokens in (stop, prompt, output)) or reason > len(FINISH_REASONS):
+        raise WireError(f"request {name!r} must hold token ids and a known finish reason, got others")
+    log_probs = tuple(read.array(num_output, "<f8").tolist())
+    try:
+        sampling = Sampling(
+            seed=seed,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            repetition_penalty=repetition,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+            stop_token_ids=tuple(stop.tolist()),
+            max_tokens=max_tokens,
+        )
+        return RequestState(
+            id=name,
+            prompt=tuple(prompt.tolist()),
+            sampling=sampling,
+            home=home,
+            index=index,
+            output=tuple(output.tolist()),
+            log_probs=log_probs,
+            finish_reason=None if reason == 0 else FINISH_REASONS[reason - 1],
+            num_cached=num_cached if with_kv else 0,
+        )
+    except InvalidInput as error:
+        raise WireError(f"request {name!r} must keep the rules of requests; {error}") from error
+
+
+def pack_table(table: Table) -> bytes:
+    """A rank's table."""
+    out = _Writer()
+    facts, layout = table.facts, table.facts.layout
+    sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size)
+    counts = (len(facts.tiers), len(table.rows), len(table.timings))
+    out.pack(_FACTS, table.check, table.settings, facts.slots, *sizes, facts.free_blocks, facts.num_blocks)
+    out.pack(_COUNTS, *counts)
+    for text in (layout.dtype, facts.model, table.trouble):
+        out.text(text)
+    out.array(facts.tiers, "<i4")
+    for timing in table.timings:
+        out.array(timing, "<f8")
+    for row in table.rows:
+        out.text(row.id)
+        out.pack(_ROW, row.home, row.num_tokens, row.num_cached, row.running, row.max_remaining)
+    return out.message(Kind.TABLE)
+
+
+def unpack_table(raw: bytes) -> Table:
+    """Undo :func:`pack_table`.
+
+    Raises:
+        WireError: see :func:`unpack_states`.
+    """
+    read = _Reader(raw, Kind.TABLE)
+    check, settings, slots, layers, heads, dim, block, free, blocks = read.unpack(_FACTS)
+    num_tiers, num_rows, num_timings = read.unpack(_COUNTS)
+    dtype, model, trouble = (read.text() for _ in range(3))
+    tiers = tuple(read.array(num_tiers, "<i4").tolist())
+    timings = tuple(tuple(read.array(TIMING_WIDTH, "<f8").tolist()) for _ in range(num_timings))
+    rows: list[Row] = []
+    for _ in range(num_rows):
+        name = read.text()
+        home, num_tokens, num_cached, running, remaining = read.unpack(_ROW)
+        rows.append(
+            Row(
+                id=name,
+                home=home,
+                num_tokens=num_tokens,
+                num_cached=num_cached,
+                running=bool(running),
+                max_remaining=remaining,
+            )
+        )
+    read.end()
+    layout = KVLayout(num_layers=layers, num_kv_heads=heads, head_dim=dim, block_size=block, dtype=dtype)
+    facts = EngineFacts(layout=layout, model=model, tiers=tiers, slots=slots, free_blocks=free, num_blocks=blocks)
+    return Table(facts=facts, check=check, settings=settings, rows=tuple(rows), trouble=trouble, timings=timings)
+
+
+def pack_vote(reason: str) -> bytes:
+    """A vote: why not, or nothing."""
+    out = _Writer()
+    out.text(reason)
+    return out.message(Kind.VOTE)
+
+
+def unpack_vote(raw: bytes) -> str:
+    """Undo :func:`pack_vote`."""
+    read = _Reader(raw, Kind.VOTE)
+    text = read.text()
+    read.end()
+    return text
