@@ -282,7 +282,7 @@ def test_l2_every_kind_of_lengths_gives_the_same_plan_in_the_same_time() -> None
     assert max(seconds.values()) <= 5 * min(seconds.values()) + 0.05, seconds
 
 
-@pytest.mark.parametrize(("cap", "limit_s"), [(None, 5.0), (32768, 20.0)])
+@pytest.mark.parametrize(("cap", "limit_s"), [(None, 3.0), (32768, 3.0), (8192, 6.0)])  # 0.3 to 1.2 s when quiet
 def test_l3_65536_rows_are_planned_in_seconds(cap: int | None, limit_s: float) -> None:
     lengths = draw(65536)
     spec = StepSpec(dp_size=512, num_mini_batches=8, max_token_len_per_gpu=cap)
@@ -361,7 +361,7 @@ def follow(remedy: str, n: int, settings: Mapping[str, Any], field: str) -> tupl
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_each_remedy_of_a_refusal_works(name: str) -> None:
+def test_n4_each_remedy_of_a_refusal_works(name: str) -> None:
     n, settings, field, value = REFUSED[name]
     with pytest.raises(InfeasiblePlan) as caught:
         plan_step([61] * n, StepSpec(**settings))

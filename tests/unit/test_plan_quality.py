@@ -90,13 +90,15 @@ def test_under_the_tightest_cap_plans_are_near_the_bound_in_few_micro_batches(na
     plan = plan_step(lengths, StepSpec(dp_size=DP_SIZE, num_mini_batches=NUM_MINI_BATCHES, max_token_len_per_gpu=cap))
     figures = check_plan(plan, lengths.tolist(), plan.spec)
     assert figures.lockstep_cost <= 1.12 * figures.bound
+    assert plan.stats.efficiency >= 0.975  # against the bound that knows the cap
     fewest = [-(-int(tokens.sum()) // (DP_SIZE * cap)) for tokens in np.split(lengths, NUM_MINI_BATCHES)]
     assert plan.stats.num_micro_batches <= sum(fewest) + 2
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_a_plan_takes_at_most_half_a_second(name: str) -> None:
-    assert _planned(name, 0)[2] <= 0.5
+def test_a_plan_takes_milliseconds(name: str) -> None:
+    """10 to 40 ms here when quiet; the limit leaves room for a busy machine."""
+    assert _planned(name, 0)[2] <= 0.15
 
 
 @pytest.mark.parametrize("name", LENGTHS)
