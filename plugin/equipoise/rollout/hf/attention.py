@@ -116,7 +116,9 @@ def paged_attention(
     """
     rows = _current.get()
     if rows is None:
-        raise EquipoiseError("a model with paged attention must be called by its decode engine, got a call from outside")
+        raise EquipoiseError(
+            "a model with paged attention must be called by its decode engine, got a call from outside"
+        )
     for name, got in (("sliding_window", sliding_window), ("softcap", softcap), ("s_aux", kwargs.get("s_aux"))):
         if got is not None:
             raise InvalidInput(must(name, "be None", got, "the decode engine takes models with plain causal attention"))

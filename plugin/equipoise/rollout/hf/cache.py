@@ -79,7 +79,7 @@ class PagedCache:
 
 
 class CachedLayers(Sequence[torch.Tensor]):
-    """The cache of one request, a layer at a time: copied when it is asked for, so that sending needs no second cache."""
+    """The cache of one request by layer, copied when it is asked for: sending needs no second cache."""
 
     def __init__(self, cache: PagedCache, blocks: Sequence[int]) -> None:
         self._cache = cache

@@ -17,6 +17,7 @@ Tokens depend on the request alone: not on the batch, the tier, the rank, on mov
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -65,7 +66,9 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         if not self.tiers or self.tiers[-1] < 1 or list(self.tiers) != sorted(set(self.tiers), reverse=True):
-            raise InvalidInput(must("tiers", "fall from step to step", self.tiers, "pass for example (64, 32, 16, 8, 4)"))
+            raise InvalidInput(
+                must("tiers", "fall from step to step", self.tiers, "pass for example (64, 32, 16, 8, 4)")
+            )
         for name in ("num_blocks", "block_size", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidInput(must(name, "be at least 1", getattr(self, name), "raise it"))
@@ -171,7 +174,8 @@ class DecodeEngine:
         threads = f"{torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name()
         shape = f"{text.num_hidden_layers} layers of width {text.hidden_size}, {self.vocab_size} tokens"
         sizes = f"shapes {self.passes.sizes} in chunks of {self.config.chunk_tokens}"
-        return f"{type(self.model).__name__}, {shape}, {self.layout.dtype}, {device}, {threads}, {sizes}, weights {crc:08x}"
+        kind = f"{type(self.model).__name__}, {shape}, weights {crc:08x}"
+        return f"{kind}; {self.layout.dtype}, {device}, {threads}, {sizes}"
 
     @property
     def num_unfinished(self) -> int:
@@ -189,7 +193,11 @@ class DecodeEngine:
             InvalidInput: an id that is not here.
         """
         found = self._find(ids)
-        return [live.snapshot(CachedLayers(self.cache, live.blocks) if live.blocks else None) for live in found]
+        return [live.snapshot(self._layers(live)) for live in found]
+
+    def _layers(self, live: _Live) -> CachedLayers | None:
+        held = live.blocks[: self.layout.blocks(live.num_tokens - 1)]  # the next token may have its block already
+        return CachedLayers(self.cache, held) if held else None
 
     def abort(self, ids: Sequence[str]) -> None:
         """Forget unfinished requests.
@@ -208,8 +216,8 @@ class DecodeEngine:
         """Take requests in: new ones, ones that go on with their cache, ones whose cache is to be computed again.
 
         Raises:
-            InvalidInput: a request that is here already, is finished, cannot fit, or has a cache of another shape or one
-                for which there is no room; none is taken.
+            InvalidInput: a request that is here already, is finished, can never fit, or has a cache of another shape
+                or one for which there is no room; none is taken.
         """
         if not self.num_unfinished:
             self._model_id = self._identify()
@@ -261,15 +269,15 @@ class DecodeEngine:
         tier = min((tier for tier in self.config.tiers if tier >= len(running)), default=self.config.tiers[0])
         tier = tier if self.config.multi_graph else self.config.tiers[0]
         rows = [self._row(live, live.num_tokens - 1) for live in running]
-        report = StepReport(
-            tier=tier, num_running=len(running), context_tokens=sum(live.num_tokens for live in running)
-        )
+        context_tokens = sum(live.num_tokens for live in running)
+        start = time.perf_counter()
         logits = self.passes.run(rows, size=self.passes.size_for(tier), head=True)
         assert logits is not None
         for live, row in zip(running, logits.cpu(), strict=True):
             self._put_out(live, row)
         self._running = [live for live in running if live.finish_reason is None]
-        return report
+        seconds = time.perf_counter() - start
+        return StepReport(tier=tier, num_running=len(running), context_tokens=context_tokens, seconds=seconds)
 
     def _put_out(self, live: _Live, logits: torch.Tensor) -> None:
         how = live.state.sampling
@@ -345,7 +353,11 @@ class DecodeEngine:
         shapes = {(tuple(layer.shape), layer.dtype) for layer in state.kv}
         if len(state.kv) != layout.num_layers or shapes != {(want, layout.torch_dtype)}:
             rule = f"bring {layout.num_layers} layers of {want}, {layout.dtype}"
-            raise InvalidInput(must(field_, rule, f"{len(state.kv)} of {shapes}", "move it between engines of one layout"))
+            raise InvalidInput(
+                must(field_, rule, f"{len(state.kv)} of {shapes}", "move it between engines of one layout")
+            )
         if state.num_cached != state.num_tokens - 1:
             rule = f"have all {state.num_tokens} tokens but the last in its cache"
-            raise InvalidInput(must(field_, rule, state.num_cached, "leave the cache out, so that it is computed again"))
+            raise InvalidInput(
+                must(field_, rule, state.num_cached, "leave the cache out, so that it is computed again")
+            )

@@ -20,9 +20,7 @@ def uniform(seed: int, position: int) -> float:
     return float(int(np.random.Philox(key=seed, counter=position).random_raw()) >> 11) * 2.0**-53
 
 
-def draw(
-    logits: torch.Tensor, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
-) -> tuple[int, float]:
+def draw(logits: torch.Tensor, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> tuple[int, float]:
     r"""The next token and its log-probability.
 
     The log-probability is that of :math:`\operatorname{softmax}(z / T)`, with :math:`z` the logits after penalties and
@@ -61,9 +59,7 @@ def _invert(probs: torch.Tensor, sampling: Sampling, number: float) -> int:
     return place if order is None else int(order[place])
 
 
-def _penalised(
-    logits: torch.Tensor, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
-) -> torch.Tensor:
+def _penalised(logits: torch.Tensor, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
     if sampling.repetition_penalty != 1:
         seen = torch.tensor(sorted({*prompt, *output}))
         kept = logits[seen]

@@ -145,7 +145,15 @@ class KVLayout:
     def nbytes(self, num_tokens: int) -> int:
         """Bytes that ``num_tokens`` take, over all layers, in whole blocks."""
         itemsize = self.torch_dtype.itemsize
-        return self.blocks(num_tokens) * self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * itemsize
+        return (
+            self.blocks(num_tokens)
+            * self.num_layers
+            * 2
+            * self.num_kv_heads
+            * self.block_size
+            * self.head_dim
+            * itemsize
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -185,7 +193,7 @@ class MovableEngine(Protocol):
         ...
 
     def list_requests(self) -> Sequence[RequestState]:
-        """Unfinished requests, those that run first, each without its cache; ``num_cached`` is 0 for those that wait."""
+        """Unfinished requests without their cache, those that run first; for the others ``num_cached`` is 0."""
         ...
 
     def export(self, ids: Sequence[str]) -> list[RequestState]:
@@ -203,11 +211,19 @@ class MovableEngine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one decode step was: the tier it ran at, rows that were requests, tokens of their context in all."""
+    """What one decode step was.
+
+    Args:
+        tier: it ran at.
+        num_running: rows that were requests.
+        context_tokens: of these, in all.
+        seconds: from rows to tokens; prefills of requests that were admitted before it do not count.
+    """
 
     tier: int
     num_running: int
     context_tokens: int
+    seconds: float
 
 
 class SteppingEngine(MovableEngine, Protocol):

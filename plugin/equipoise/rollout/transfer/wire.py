@@ -1,7 +1,7 @@
 """Binary messages between ranks: versioned, checksummed, every count checked against what arrived before it is used.
 
-Layout of a message, little-endian: magic ``EQ``, version (u16), kind (u16), length of the body (u64), CRC-32 of the body
-(u32), the body. Nothing that arrives is executed, as unpickling would.
+Layout of a message, little-endian: magic ``EQ``, version (u16), kind (u16), length of the body (u64), CRC-32 of the
+body (u32), the body. Nothing that arrives is executed, as unpickling would.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from equipoise.errors import EquipoiseError, InvalidInput
-from equipoise.rollout.transfer.state import FINISH_REASONS, EngineFacts, KVLayout, RequestState, Sampling
+from equipoise.rollout.transfer.state import DTYPES, FINISH_REASONS, EngineFacts, KVLayout, RequestState, Sampling
 
 VERSION = 1
 _HEAD = struct.Struct("<2sHHQI")
 _MAGIC = b"EQ"
 _STATE = struct.Struct("<IIBQdIddddIIIIII")
-_ROW = struct.Struct("<IIIBI")
-_FACTS = struct.Struct("<IIIIIIIQQ")
-_COUNTS = struct.Struct("<III")
+_ROW = struct.Struct("<IIIIIBI")
+_TABLE = struct.Struct("<IIIIIIIQQdIIII")
+_SAMPLE = struct.Struct("<IQd")
+_ENDED = struct.Struct("<II")
 _COUNT = struct.Struct("<I")
-TIMING_WIDTH = 6
 
 
 class WireError(EquipoiseError, ValueError):
@@ -44,11 +44,13 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One unfinished request in a rank's table."""
+    """One unfinished request in a rank's table; ``prompt`` is a checksum of its prompt, alike for siblings."""
 
     id: str
     home: int
+    prompt: int
     num_tokens: int
+    num_output: int
     num_cached: int
     running: bool
     max_remaining: int
@@ -64,7 +66,9 @@ class Table:
         settings: checksum of the configuration; must agree.
         rows: its unfinished requests.
         trouble: why the rank cannot go on; empty if it can.
-        timings: ``(tier, steps, seconds, context tokens, seconds · context, context²)`` per tier, measured so far.
+        samples: (tier, context tokens, seconds) of decode steps measured since the last check.
+        finished: (checksum of the prompt, tokens put out) of requests that ended since the last check.
+        exchange_s: what the last exchange took this rank, in seconds; 0 if there was none.
     """
 
     facts: EngineFacts
@@ -72,7 +76,9 @@ class Table:
     settings: int
     rows: tuple[Row, ...]
     trouble: str = ""
-    timings: tuple[tuple[float, ...], ...] = ()
+    samples: tuple[tuple[int, int, float], ...] = ()
+    finished: tuple[tuple[int, int], ...] = ()
+    exchange_s: float = 0.0
 
 
 class _Writer:
@@ -107,7 +113,9 @@ class _Reader:
         magic, version, found, length, crc = _HEAD.unpack_from(raw)
         if magic != _MAGIC or version != VERSION or found != kind:
             want = (_MAGIC, VERSION, int(kind))
-            raise WireError(f"a message must begin with {want}, got {(magic, version, found)}; run one version everywhere")
+            raise WireError(
+                f"a message must begin with {want}, got {(magic, version, found)}; run one version everywhere"
+            )
         self.raw = memoryview(raw)[_HEAD.size :]
         self.at = 0
         if length != len(self.raw) or zlib.crc32(self.raw) != crc:
@@ -126,7 +134,9 @@ class _Reader:
         """A number of parts that the rest can hold."""
         (number,) = self.unpack(_COUNT)
         if number * least_size > len(self.raw) - self.at:
-            raise WireError(f"a message must hold the {number} parts that it names, got {len(self.raw) - self.at} bytes")
+            raise WireError(
+                f"a message must hold the {number} parts that it names, got {len(self.raw) - self.at} bytes"
+            )
         return number
 
     def text(self) -> str:
@@ -206,7 +216,7 @@ def _state(read: _Reader) -> RequestState:
             index=index,
             output=tuple(output.tolist()),
             log_probs=log_probs,
-            finish_reason=None if reason == 0 else FINISH_REASONS[reason - 1],
+            finish_reason=(None, *FINISH_REASONS)[int(reason)],
             num_cached=num_cached if with_kv else 0,
         )
     except InvalidInput as error:
@@ -218,17 +228,20 @@ def pack_table(table: Table) -> bytes:
     out = _Writer()
     facts, layout = table.facts, table.facts.layout
     sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size)
-    counts = (len(facts.tiers), len(table.rows), len(table.timings))
-    out.pack(_FACTS, table.check, table.settings, facts.slots, *sizes, facts.free_blocks, facts.num_blocks)
-    out.pack(_COUNTS, *counts)
+    room = (facts.free_blocks, facts.num_blocks)
+    counts = (len(facts.tiers), len(table.samples), len(table.finished), len(table.rows))
+    out.pack(_TABLE, table.check, table.settings, facts.slots, *sizes, *room, table.exchange_s, *counts)
     for text in (layout.dtype, facts.model, table.trouble):
         out.text(text)
     out.array(facts.tiers, "<i4")
-    for timing in table.timings:
-        out.array(timing, "<f8")
+    for sample in table.samples:
+        out.pack(_SAMPLE, *sample)
+    for ended in table.finished:
+        out.pack(_ENDED, *ended)
     for row in table.rows:
         out.text(row.id)
-        out.pack(_ROW, row.home, row.num_tokens, row.num_cached, row.running, row.max_remaining)
+        sizes = (row.num_tokens, row.num_output, row.num_cached)
+        out.pack(_ROW, row.home, row.prompt, *sizes, row.running, row.max_remaining)
     return out.message(Kind.TABLE)
 
 
@@ -239,29 +252,45 @@ def unpack_table(raw: bytes) -> Table:
         WireError: see :func:`unpack_states`.
     """
     read = _Reader(raw, Kind.TABLE)
-    check, settings, slots, layers, heads, dim, block, free, blocks = read.unpack(_FACTS)
-    num_tiers, num_rows, num_timings = read.unpack(_COUNTS)
+    check, settings, slots, layers, heads, dim, block, free, blocks, exchange_s, *counts = read.unpack(_TABLE)
+    num_tiers, num_samples, num_finished, num_rows = counts
     dtype, model, trouble = (read.text() for _ in range(3))
     tiers = tuple(read.array(num_tiers, "<i4").tolist())
-    timings = tuple(tuple(read.array(TIMING_WIDTH, "<f8").tolist()) for _ in range(num_timings))
-    rows: list[Row] = []
-    for _ in range(num_rows):
-        name = read.text()
-        home, num_tokens, num_cached, running, remaining = read.unpack(_ROW)
-        rows.append(
-            Row(
-                id=name,
-                home=home,
-                num_tokens=num_tokens,
-                num_cached=num_cached,
-                running=bool(running),
-                max_remaining=remaining,
-            )
-        )
+    samples = tuple(read.unpack(_SAMPLE) for _ in range(num_samples))
+    finished = tuple(read.unpack(_ENDED) for _ in range(num_finished))
+    rows = tuple(_row(read) for _ in range(num_rows))
     read.end()
+    if dtype not in DTYPES or block < 1:
+        raise WireError(f"a table must tell a known cache layout, got blocks of {block} × {dtype!r}")
     layout = KVLayout(num_layers=layers, num_kv_heads=heads, head_dim=dim, block_size=block, dtype=dtype)
     facts = EngineFacts(layout=layout, model=model, tiers=tiers, slots=slots, free_blocks=free, num_blocks=blocks)
-    return Table(facts=facts, check=check, settings=settings, rows=tuple(rows), trouble=trouble, timings=timings)
+    return Table(
+        facts=facts,
+        check=check,
+        settings=settings,
+        rows=rows,
+        trouble=trouble,
+        samples=cast("tuple[tuple[int, int, float], ...]", samples),
+        finished=cast("tuple[tuple[int, int], ...]", finished),
+        exchange_s=exchange_s,
+    )
+
+
+def _row(read: _Reader) -> Row:
+    name = read.text()
+    home, prompt, num_tokens, num_output, num_cached, running, max_remaining = read.unpack(_ROW)
+    if num_output > num_tokens or num_cached > num_tokens:
+        raise WireError(f"request {name!r} must hold no more output or cache than tokens, got {num_tokens} tokens")
+    return Row(
+        id=name,
+        home=home,
+        prompt=prompt,
+        num_tokens=num_tokens,
+        num_output=num_output,
+        num_cached=num_cached,
+        running=bool(running),
+        max_remaining=max_remaining,
+    )
 
 
 def pack_vote(reason: str) -> bytes:

@@ -1,0 +1,78 @@
+"""When requests move, and what a check leaves on record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from equipoise.errors import InvalidInput, must
+from equipoise.rollout.transfer.exchange import TRANSFERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebalancerConfig:
+    """When and how requests move.
+
+    Args:
+        check_interval: decode steps between checks; a rank without requests waits for the next one.
+        tiers: decode sizes in rows, falling; those of the engine.
+        multi_graph: whether a step costs what its tier costs. False: one decode shape, moves are planned by counts.
+        transfer: "kv", the cache moves; "recompute", only tokens do.
+        min_gain: least predicted seconds that justify moving; counts once step times are known from ``profile``.
+        profile: time decode steps, and let a move take place only where it pays by these times.
+        profile_interval: decode steps between two that are timed.
+        timeout_s: seconds that a rank may let others wait, at the longest those of ``check_interval`` steps.
+
+    Raises:
+        InvalidInput: a value out of its range.
+    """
+
+    check_interval: int = 100
+    tiers: tuple[int, ...] = (64, 32, 16, 8, 4)
+    multi_graph: bool = True
+    transfer: str = "kv"
+    min_gain: float = 0.0
+    profile: bool = True
+    profile_interval: int = 4
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("check_interval", "profile_interval"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(must(name, "be at least 1", getattr(self, name), "pass decode steps"))
+        if self.transfer not in TRANSFERS:
+            raise InvalidInput(must("transfer", f"be one of {list(TRANSFERS)}", self.transfer, "choose one"))
+        if not 0 <= self.min_gain < float("inf"):
+            raise InvalidInput(must("min_gain", "be finite and at least 0", self.min_gain, "pass seconds"))
+        if not self.tiers or self.tiers[-1] < 1 or list(self.tiers) != sorted(set(self.tiers), reverse=True):
+            raise InvalidInput(
+                must("tiers", "fall from step to step", self.tiers, "pass for example (64, 32, 16, 8, 4)")
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What one check saw and did; the same on every rank but for ``seconds`` and ``waited_s``.
+
+    Args:
+        step: decode steps before it.
+        running: requests that run, by rank.
+        waiting: requests that wait, by rank.
+        tier: that the group would decode at.
+        tier_unmoved: that it would, had nothing ever moved.
+        num_moved: requests that changed rank.
+        kv_bytes: of their caches.
+        predicted_s: saving that the step times predict for these moves.
+        seconds: of the exchange, on this rank.
+        waited_s: that this rank waited for others to come to the check.
+    """
+
+    step: int
+    running: tuple[int, ...]
+    waiting: tuple[int, ...]
+    tier: int
+    tier_unmoved: int
+    num_moved: int = 0
+    kv_bytes: int = 0
+    predicted_s: float = 0.0
+    seconds: float = 0.0
+    waited_s: float = 0.0
