@@ -13,6 +13,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -156,7 +157,8 @@ def _break(made: Any, name: str, *, after: int = 0) -> None:
 def _no_room(rank: int) -> dict[str, Any]:
     """A plan that gives a rank more than it can hold: the error, and that nothing moved; then one that fits."""
     made = engine(num_blocks=12 if rank else 96)
-    made.import_(requests(rank, [30] * 8 if rank == 0 else [30]))
+    asked = requests(rank, [30] * 8 if rank == 0 else [30])
+    made.import_([replace(state, sampling=replace(state.sampling, stop_token_ids=())) for state in asked])
     for _ in range(10):
         made.step()
     channel = Channel(None, timeout_s=TIMEOUT_S)
@@ -182,7 +184,7 @@ def _refuses(rank: int, method: str) -> dict[str, Any]:
     made = engine()
     if rank == (0 if method == "export" else 1):
         _break(made, method, after=1 if method == "import_" else 0)
-    config = RebalancerConfig(check_interval=7, tiers=TIERS, timeout_s=TIMEOUT_S)
+    config = RebalancerConfig(check_interval=7, tiers=TIERS, timeout_s=TIMEOUT_S, profile=False)
     runner = RolloutRebalancer(made, None, config)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -200,12 +202,13 @@ def run_two(rank: int, out: str) -> None:
     _join(rank, 2, out)
     results: dict[str, Any] = {
         "still": _generate(rank, planner=None),
-        "kv": _generate(rank),
-        "recompute": _generate(rank, transfer="recompute"),
-        "about": _generate(rank, planner=shuffle_about, profile=False),
-        "tight": _generate(rank, planner=shuffle_about, blocks=34),
+        "kv": _generate(rank, profile=False),
+        "recompute": _generate(rank, profile=False, transfer="recompute"),
+        "about": _generate(rank, profile=False, planner=shuffle_about),
+        "tight": _generate(rank, profile=False, planner=shuffle_about, blocks=34),
+        "timed": _generate(rank),
         "bfloat16 still": _generate(rank, dtype=torch.bfloat16, planner=None),
-        "bfloat16": _generate(rank, dtype=torch.bfloat16),
+        "bfloat16": _generate(rank, dtype=torch.bfloat16, profile=False),
         "bad": {case: _bad(rank, case) for case in ("shape", "weights", "settings", "id", "long", "breaks")},
         "room": _no_room(rank),
         "export": _refuses(rank, "export"),

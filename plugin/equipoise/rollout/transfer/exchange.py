@@ -212,7 +212,7 @@ def _carry(
             outgoing = {rank: [replace(state, kv=None) for state in states] for rank, states in outgoing.items()}
         packed = [wire.pack_states(outgoing.get(rank, [])) for rank in range(channel.world_size)]
     except (EquipoiseError, RuntimeError, ValueError) as error:
-        trouble, packed = f"export: {error}", [wire.pack_states([])] * channel.world_size
+        trouble, packed = f"export: {error}", [b""] * channel.world_size
     raw = channel.scatter(packed, "sending requests")
     incoming: dict[int, list[RequestState]] = {}
     if not trouble:
@@ -242,8 +242,8 @@ def _vote(channel: Channel, trouble: str, doing: str) -> tuple[tuple[int, str], 
 def _accept(
     raw: Sequence[bytes], rank: int, tables: Sequence[Table], moves: Sequence[Move], transfer: str
 ) -> dict[int, list[RequestState]]:
-    """Requests by sender, if they are those that the plan and the sender's table name."""
-    found = {sender: wire.unpack_states(message) for sender, message in enumerate(raw)}
+    """Requests by sender, if they are those that the plan and the sender's table name; a sender that refuses is silent."""
+    found = {sender: wire.unpack_states(message) for sender, message in enumerate(raw) if message}
     for sender, states in found.items():
         planned = [str(move.request_id) for move in moves if (move.from_rank, move.to_rank) == (sender, rank)]
         if [state.id for state in states] != planned:
