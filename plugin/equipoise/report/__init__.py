@@ -1,0 +1,1 @@
+"""Tables, pictures and simulations for people."""

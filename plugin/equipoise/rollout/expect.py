@@ -1,0 +1,113 @@
+"""How long a request still runs, from its siblings, from earlier rollouts of its prompt, and from all others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from equipoise._arrays import FloatArray, IntArray, sums
+from equipoise.errors import InvalidInput, must
+
+
+class LengthModel:
+    """Expected remaining tokens of running requests.
+
+    The mean length of a prompt's responses is estimated from those that finished and from those that still run, which
+    are at least as long as they are now: mean = (tokens of all + weight · prior) / (number finished + weight). That is
+    the estimate for exponential life times of which some are cut off, with a prior; it has no memory, so that the mean
+    is also what a request has still to go. The prior is the running median of the prompt's earlier rollouts less what
+    the request has generated, or, for a prompt not seen before, the same estimate over all prompts.
+
+    Args:
+        window: earlier rollouts of a prompt that its running median spans, in responses.
+        weight: responses that the prior counts for, above 0.
+
+    Source: B. Epstein, M. Sobel, Life testing, J. Am. Stat. Assoc. 48 (1953) 486-502.
+
+    >>> model = LengthModel()
+    >>> for length in (900, 1100):
+    ...     model.finish("short", length)
+    >>> model.expect(["short", "long", "long"], [1000, 1000, 1000]).round().tolist()
+    [2000.0, 3500.0, 3500.0]
+    """
+
+    def __init__(self, *, window: int = 16, weight: float = 2.0) -> None:
+        if window < 1:
+            raise InvalidInput(must("window", "be at least 1", window, "pass how many responses the median spans"))
+        if not 0 < weight < float("inf"):
+            raise InvalidInput(must("weight", "be finite and above 0", weight, "pass how many responses it counts for"))
+        self._window = window
+        self._weight = weight
+        self._history: dict[Hashable, deque[int]] = {}
+        self._finished: dict[Hashable, list[int]] = {}
+
+    def finish(self, prompt: Hashable, length: int) -> None:
+        """Take note of a response of ``length`` tokens that is done."""
+        if length < 0:
+            raise InvalidInput(must("length", "be at least 0", length, "pass the tokens of the response"))
+        self._finished.setdefault(prompt, []).append(length)
+
+    def next_rollout(self) -> None:
+        """Start a new rollout: what finished becomes history."""
+        for prompt, lengths in self._finished.items():
+            self._history.setdefault(prompt, deque(maxlen=self._window)).extend(lengths)
+        self._finished.clear()
+
+    def expect(self, prompts: Sequence[Hashable], generated: Any) -> FloatArray:
+        """Expected remaining tokens of the running requests of the whole group, shape (n,).
+
+        Args:
+            prompts: prompt of each, shape (n,).
+            generated: tokens that each has generated, shape (n,).
+
+        Raises:
+            InvalidInput: not one count for each request, or a negative one.
+        """
+        tokens = np.asarray(generated, dtype=np.float64)
+        if tokens.shape != (len(prompts),) or (tokens < 0).any():
+            rule = f"be a count of at least 0 for each of {len(prompts)} requests"
+            raise InvalidInput(must("generated", rule, tokens.shape, "pair prompts and counts"))
+        number = {prompt: i for i, prompt in enumerate(dict.fromkeys([*self._finished, *prompts]))}
+        index = np.array([number[prompt] for prompt in prompts], dtype=np.int64)
+        finished = [(number[prompt], length) for prompt, lengths in self._finished.items() for length in lengths]
+        medians = np.array([self._median(prompt) for prompt in number], dtype=np.float64)
+        return expected_remaining(index, tokens, _columns(finished), medians, weight=self._weight)
+
+    def _median(self, prompt: Hashable) -> float:
+        past = self._history.get(prompt)
+        return median(past) if past else float("nan")
+
+
+def expected_remaining(
+    prompt: IntArray,
+    generated: FloatArray,
+    finished: tuple[IntArray, FloatArray],
+    medians: FloatArray,
+    *,
+    weight: float = 2.0,
+) -> FloatArray:
+    """`LengthModel.expect` on arrays.
+
+    Args:
+        prompt: number of each running request's prompt, shape (n,).
+        generated: its tokens so far, shape (n,).
+        finished: prompt and length of each finished response of this rollout, shape (m,) both.
+        medians: of each prompt's earlier responses, NaN where there are none, shape (prompts,).
+        weight: responses that the prior counts for.
+    """
+    prompts = medians.size
+    exposure = sums(prompt, generated, prompts) + sums(finished[0], finished[1], prompts)
+    done = np.bincount(finished[0], minlength=prompts).astype(np.float64)
+    overall = (float(exposure.sum()) + 1.0) / max(float(done.sum()), 1.0)
+    known = ~np.isnan(medians)
+    still = np.maximum(np.where(known, medians, overall)[prompt] - np.where(known[prompt], generated, 0.0), 1.0)
+    return (exposure[prompt] + weight * still) / (done[prompt] + weight)
+
+
+def _columns(pairs: Iterable[tuple[int, int]]) -> tuple[IntArray, FloatArray]:
+    table = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
+    return table[:, 0], table[:, 1].astype(np.float64)

@@ -1,0 +1,172 @@
+"""The requests of a group of ranks as arrays, and the checks that they pass first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from equipoise._arrays import BoolArray, FloatArray, IntArray, iota
+from equipoise.errors import InfeasiblePlan, InvalidInput, must
+from equipoise.rollout.requests import Request
+
+NO_LIMIT = 2**62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Requests in rank order: those of rank 0 first. Arrays are per request, shape (n,), or per rank, shape (ranks,).
+
+    Attributes:
+        held: requests that each rank holds, running and waiting.
+        kv_tokens: KV tokens of each request, 0 while it waits.
+        num_tokens: tokens of each request.
+        running: which decode.
+        remaining: expected tokens still to come; NaN where nothing is known.
+        moved: which have moved before; others are preferred.
+    """
+
+    held: IntArray
+    kv_tokens: IntArray
+    num_tokens: IntArray
+    running: BoolArray
+    remaining: FloatArray
+    moved: BoolArray
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group, those without requests too."""
+        return self.held.size
+
+    @property
+    def rank(self) -> IntArray:
+        """Rank of each request, shape (n,)."""
+        return np.repeat(iota(self.num_ranks), self.held)
+
+    @property
+    def first(self) -> IntArray:
+        """Index of each rank's first request, shape (ranks,)."""
+        return np.cumsum(self.held) - self.held
+
+    def expected(self) -> FloatArray:
+        """Expected remaining tokens; a request of which nothing is known is expected to double.
+
+        Response lengths have a heavy tail, under which what has lasted long is to last long (Lindy's law).
+        """
+        return np.where(np.isnan(self.remaining), np.maximum(self.num_tokens, 1), self.remaining)
+
+
+def checked_ranks(requests_by_rank: Sequence[Sequence[Request] | None]) -> list[Sequence[Request]]:
+    """The requests of each rank, once no rank is missing and no id is held twice.
+
+    Raises:
+        InvalidInput: an empty group, a rank that is None, or an id that is held twice.
+    """
+    if not requests_by_rank:
+        raise InvalidInput(must("requests_by_rank", "have an entry for each rank", [], "pass [] for an idle rank"))
+    ranks: list[Sequence[Request]] = []
+    seen: set[Hashable] = set()
+    total = 0
+    for rank, requests in enumerate(requests_by_rank):
+        if requests is None:
+            remedy = "wait for its state, or pass [] if it is idle"
+            raise InvalidInput(must(f"requests_by_rank[{rank}]", "be the requests of that rank", None, remedy))
+        ranks.append(requests)
+        seen.update([request.id for request in requests])
+        total += len(requests)
+    if len(seen) != total:
+        raise InvalidInput(_held_twice(ranks))
+    return ranks
+
+
+def checked_tiers(tiers: Sequence[int]) -> IntArray:
+    """The tiers from small to large.
+
+    Raises:
+        InvalidInput: none, one that is no whole number of at least 1, or not in falling order.
+    """
+    found = list(tiers)
+    whole = all(not isinstance(tier, bool) and hasattr(tier, "__index__") and int(tier) >= 1 for tier in found)
+    if not found or not whole or any(a <= b for a, b in itertools.pairwise(found)):
+        remedy = "list the decode-graph sizes from the largest to the smallest, each once"
+        raise InvalidInput(must("tiers", "be whole numbers of at least 1 in falling order", tuple(found), remedy))
+    return np.array(found[::-1], dtype=np.int64)
+
+
+def per_rank(field: str, limit: int | Sequence[int] | None, num_ranks: int) -> IntArray:
+    """A limit for each rank from one number, one for each, or None.
+
+    Raises:
+        InvalidInput: not a whole number of at least 0, or not one for each rank.
+    """
+    if limit is None:
+        return np.full(num_ranks, NO_LIMIT, dtype=np.int64)
+    given: list[Any] = list(limit) if isinstance(limit, Iterable) else [limit] * num_ranks
+    if len(given) != num_ranks:
+        raise InvalidInput(
+            must(field, f"have one value for each of {num_ranks} ranks", len(given), "or pass one number")
+        )
+    for rank, value in enumerate(given):
+        if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
+            raise InvalidInput(must(f"{field}[{rank}]", "be a whole number of at least 0", value, "or pass None"))
+    return np.array([value.__index__() for value in given], dtype=np.int64)
+
+
+def check_room(num_running: int, slots: IntArray) -> None:
+    """Whether the ranks can hold what runs.
+
+    Raises:
+        InfeasiblePlan: more requests run than all ranks have slots.
+    """
+    room = int(np.minimum(slots, NO_LIMIT // slots.size).sum())
+    if num_running > room:
+        least = -(-num_running // slots.size)
+        remedy = f"give each rank at least {least} slots, or mark those that wait with running=False"
+        raise InfeasiblePlan(must("slots", f"hold the {num_running} running requests of the group", room, remedy))
+
+
+def gather(
+    requests: list[Request], held: IntArray, moved: Collection[Hashable] = (), *, sizes_only: bool = False
+) -> Group:
+    """The arrays of these requests, of which each rank holds so many.
+
+    Args:
+        requests: in rank order.
+        held: how many of them each rank holds, shape (ranks,).
+        moved: ids of those that moved before.
+        sizes_only: leave ``num_tokens`` at 0 where nothing asks for it: no request has an expected length.
+    """
+    count = len(requests)
+    cache = np.array([each.kv_tokens if each.running else -1 for each in requests], dtype=np.int64)
+    expected = [each.expected_remaining for each in requests]
+    known = not sizes_only or any(left is not None for left in expected)
+    before = frozenset(moved)
+    marks = [each.id in before for each in requests] if before else np.zeros(count, np.bool_)
+    return Group(
+        held=held,
+        kv_tokens=np.maximum(cache, 0),
+        num_tokens=np.array([each.num_tokens for each in requests] if known else np.zeros(count), dtype=np.int64),
+        running=cache >= 0,
+        remaining=np.array(expected if known else np.full(count, np.nan), dtype=np.float64),
+        moved=np.asarray(marks, dtype=np.bool_),
+    )
+
+
+def _held_twice(ranks: list[Sequence[Request]]) -> str:
+    where: dict[Hashable, int] = {}
+    for rank, requests in enumerate(ranks):
+        for request in requests:
+            if request.id in where:
+                held = (
+                    f"held by ranks {where[request.id]} and {rank}"
+                    if where[request.id] != rank
+                    else f"held twice by rank {rank}"
+                )
+                return must(
+                    "a request id", "be held by one rank, once", request.id, f"it is {held}: name requests apart"
+                )
+            where[request.id] = rank
+    raise AssertionError("no id is held twice")

@@ -1,0 +1,63 @@
+"""What the planner is told of a request, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from equipoise.errors import InvalidInput, must
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """An unfinished request of a rank.
+
+    Args:
+        id: what the engine calls it; on one rank of the group only.
+        num_tokens: prompt and generated tokens so far, at least 0.
+        kv_tokens: tokens whose keys and values the rank holds, at least 0; what a move sends.
+        running: whether it decodes now; one that waits is moved without a KV cache.
+        expected_remaining: tokens that it is expected to generate still, at least 0; None where nothing is known.
+
+    Raises:
+        InvalidInput: a count is negative or no whole number, or ``expected_remaining`` is negative or not finite.
+
+    >>> Request("a", num_tokens=300, kv_tokens=300).running
+    True
+    """
+
+    id: Hashable
+    num_tokens: int
+    kv_tokens: int
+    running: bool = True
+    expected_remaining: float | None = None
+
+    def __post_init__(self) -> None:
+        _whole(self.id, "num_tokens", self.num_tokens)
+        _whole(self.id, "kv_tokens", self.kv_tokens)
+        left = self.expected_remaining
+        if left is not None and not 0 <= left < float("inf"):
+            raise InvalidInput(
+                must(
+                    f"expected_remaining of request {self.id!r}",
+                    "be finite and at least 0",
+                    left,
+                    "pass None if unknown",
+                )
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One request that leaves a rank for another."""
+
+    from_rank: int
+    to_rank: int
+    request_id: Hashable
+
+
+def _whole(request: Hashable, field: str, value: Any) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
+        remedy = "pass the tokens of the request"
+        raise InvalidInput(must(f"{field} of request {request!r}", "be a whole number of at least 0", value, remedy))

@@ -1,0 +1,33 @@
+"""Where requests start, before any has a KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from equipoise._arrays import IntArray, iota
+from equipoise._checks import positive
+
+
+def spread_siblings(group_ids: Sequence[Hashable], num_ranks: int) -> IntArray:
+    """Rank of each request such that siblings part and every rank gets as many requests, or one fewer, shape (n,).
+
+    Responses to one prompt have similar lengths; together on a rank, those of a hard prompt crowd it to the end.
+
+    Args:
+        group_ids: prompt group of each request, shape (n,).
+        num_ranks: ranks of the group, at least 1.
+
+    Raises:
+        InvalidInput: ``num_ranks`` is no whole number of at least 1.
+
+    >>> spread_siblings(["a", "a", "b", "b", "c", "c"], 3).tolist()
+    [0, 1, 2, 0, 1, 2]
+    """
+    ranks = positive("num_ranks", num_ranks, "pass the ranks that decode")
+    number = {group: i for i, group in enumerate(dict.fromkeys(group_ids))}
+    by_group = np.argsort(np.array([number[group] for group in group_ids], dtype=np.int64), kind="stable")
+    rank = np.empty(by_group.size, dtype=np.int64)
+    rank[by_group] = iota(by_group.size) % ranks
+    return rank

@@ -1,0 +1,148 @@
+"""Seconds of a decode step, fitted to measured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from equipoise._arrays import FloatArray, IntArray
+from equipoise._checks import as_lengths
+from equipoise.errors import InvalidInput, must
+
+_FIT_FROM = 400  # samples of a tier: all pairs of them are looked at
+_FAR = 4.0  # standard deviations, from the median error, beyond which a sample is an outlier
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a decode step = base of the tier + slope of the tier × KV tokens of the fullest rank.
+
+    Between tiers it is interpolated; below the smallest it is that of the smallest. Above the largest, requests take
+    turns: time of the largest × tier / largest.
+
+    Attributes:
+        tiers: decode-graph sizes, rising.
+        base_s: seconds of each tier at no context.
+        s_per_token: further seconds for each KV token, at least 0.
+        most_tokens: context beyond which time is taken as constant.
+        r2: share of the variance of the measured seconds that the fit explains, outliers left out; NaN if not fitted.
+        num_samples: measured steps.
+        num_outliers: steps that the fit left out.
+
+    >>> StepTime(tiers=(4, 64), base_s=(0.06, 0.12), s_per_token=(0.0, 1e-6))(64, 50_000)
+    0.16999999999999998
+    """
+
+    tiers: tuple[int, ...]
+    base_s: tuple[float, ...]
+    s_per_token: tuple[float, ...]
+    most_tokens: float = float("inf")
+    r2: float = float("nan")
+    num_samples: int = 0
+    num_outliers: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.tiers or any(a >= b for a, b in zip(self.tiers, self.tiers[1:], strict=False)) or self.tiers[0] < 1:
+            raise InvalidInput(must("tiers", "be at least 1 and rise", self.tiers, "sort them, each once"))
+        for name, values in (("base_s", self.base_s), ("s_per_token", self.s_per_token)):
+            if len(values) != len(self.tiers) or not all(0 <= value < float("inf") for value in values):
+                rule = f"have a finite value of at least 0 for each of {len(self.tiers)} tiers"
+                raise InvalidInput(must(name, rule, values, "give one for each tier"))
+
+    def __call__(self, tier: int, context_tokens: float) -> float:
+        """Seconds of one step.
+
+        Args:
+            tier: requests that the decode graph is made for.
+            context_tokens: KV tokens of the fullest rank.
+        """
+        times = [
+            base + slope * min(context_tokens, self.most_tokens)
+            for base, slope in zip(self.base_s, self.s_per_token, strict=True)
+        ]
+        largest = self.tiers[-1]
+        return times[-1] * tier / largest if tier > largest else float(np.interp(tier, self.tiers, times))
+
+    def of_tiers(self, tier_index: IntArray, context_tokens: FloatArray) -> FloatArray:
+        """Seconds of many steps, each by the index of its tier in ``tiers``, shape (n,)."""
+        context = np.minimum(context_tokens, self.most_tokens)
+        return np.asarray(np.array(self.base_s)[tier_index] + np.array(self.s_per_token)[tier_index] * context)
+
+    @classmethod
+    def fit(cls, tiers: Any, context_tokens: Any, seconds: Any) -> StepTime:
+        """Fit to measured steps: for each tier the median of the slopes of all pairs, and the median of what is left.
+
+        Up to 29 % of a tier's samples may be wrong (a compilation, a stall) without much effect.
+
+        Args:
+            tiers: tier of each step, shape (n,).
+            context_tokens: KV tokens of the fullest rank at each step, shape (n,).
+            seconds: of each step, above 0, shape (n,).
+
+        Raises:
+            InvalidInput: counts that do not match, a tier with fewer than 3 steps, or seconds not finite and above 0.
+
+        Source: P. K. Sen, J. Am. Stat. Assoc. 63 (1968) 1379-1389.
+
+        >>> model = StepTime.fit([8] * 4, [0, 100, 200, 300], [1.0, 1.1, 9.9, 1.3])
+        >>> round(model(8, 500), 6), model.num_outliers
+        (1.5, 1)
+        """
+        tier, context = as_lengths(tiers, field="tiers"), as_lengths(context_tokens, field="context_tokens")
+        measured = np.asarray(seconds, dtype=np.float64)
+        if not tier.shape == context.shape == measured.shape:
+            shapes = tier.shape, context.shape, measured.shape
+            raise InvalidInput(must("seconds", "have one value for each tier and context", shapes, "pair them"))
+        wrong = np.flatnonzero(~np.isfinite(measured) | (measured <= 0))
+        if wrong.size:
+            at = int(wrong[0])
+            remedy = "drop the step or measure it again"
+            raise InvalidInput(must(f"seconds[{at}]", "be finite and above 0", float(measured[at]), remedy))
+        lines: Mapping[int, tuple[float, float]] = {
+            value: _line(value, context[tier == value].astype(np.float64), measured[tier == value])
+            for value in sorted(set(tier.tolist()))
+        }
+        predicted = np.array(
+            [lines[t][0] + lines[t][1] * c for t, c in zip(tier.tolist(), context.tolist(), strict=True)]
+        )
+        kept = _near(measured - predicted, measured)
+        return cls(
+            tiers=tuple(lines),
+            base_s=tuple(base for base, _ in lines.values()),
+            s_per_token=tuple(slope for _, slope in lines.values()),
+            r2=_explained(predicted[kept], measured[kept]),
+            num_samples=measured.size,
+            num_outliers=int((~kept).sum()),
+        )
+
+
+def _line(tier: int, context: FloatArray, seconds: FloatArray) -> tuple[float, float]:
+    """Base and slope of one tier, both at least 0."""
+    if context.size < 3:
+        raise InvalidInput(must(f"steps of tier {tier}", "be at least 3", context.size, "measure more of them"))
+    if context.size > _FIT_FROM:
+        chosen = np.linspace(0, context.size - 1, _FIT_FROM).astype(np.int64)
+        context, seconds = context[chosen], seconds[chosen]
+    first, second = np.triu_indices(context.size, 1)
+    run = context[second] - context[first]
+    apart = run != 0
+    slope = 0.0
+    if apart.any():
+        slope = max(float(np.median((seconds[second] - seconds[first])[apart] / run[apart])), 0.0)
+    return max(float(np.median(seconds - slope * context)), 0.0), slope
+
+
+def _near(errors: FloatArray, measured: FloatArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    spread = 1.4826 * float(np.median(np.abs(errors)))
+    return np.abs(errors) <= max(_FAR * spread, 1e-9 * float(np.median(measured)))
+
+
+def _explained(predicted: FloatArray, measured: FloatArray) -> float:
+    total = float(((measured - measured.mean()) ** 2).sum())
+    left = float(((measured - predicted) ** 2).sum())
+    if total <= 1e-18 * float((measured**2).sum()):
+        return 1.0 if left <= 1e-12 * float((measured**2).sum()) else 0.0
+    return 1.0 - left / total

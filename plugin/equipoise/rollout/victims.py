@@ -1,0 +1,122 @@
+"""Which requests leave a crowded rank, and where they go."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from equipoise._arrays import BoolArray, FloatArray, IntArray, iota, sums
+from equipoise.rollout.group import Group
+
+_MOVED = 2**60
+
+
+def pick(group: Group, excess: IntArray, *, longest: bool) -> IntArray:
+    """The ``excess`` requests of each rank that leave it, rank by rank, shape (Σ excess,).
+
+    Those that wait go first, for they have no KV cache; then the smallest KV caches or, with ``longest``, those that
+    are expected to decode longest. Ties go to the longer expected one, then to list order. A request that has moved
+    before leaves only where the others do not suffice.
+
+    Args:
+        group: the requests, of the ranks with excess at least.
+        excess: requests that leave each rank, at most those that it holds, shape (ranks,).
+        longest: prefer long expected ones to small caches.
+    """
+    donors = np.flatnonzero(excess)
+    if donors.size == 0:
+        return iota(0)
+    column = iota(int(group.held[donors].max()))
+    filled = column < group.held[donors, None]
+    at = np.where(filled, group.first[donors, None] + column, 0)
+    order = np.broadcast_to(column, at.shape)
+    for key in _keys(group, at, longest=longest):
+        padded = np.where(filled, key, np.inf)
+        turn = np.argsort(np.take_along_axis(padded, order, axis=1), axis=1, kind="stable")
+        order = np.take_along_axis(order, turn, axis=1)
+    leaves = column < excess[donors, None]
+    return np.take_along_axis(at, order, axis=1)[leaves]
+
+
+def _keys(group: Group, at: IntArray, *, longest: bool) -> list[FloatArray]:
+    """Sort keys of the requests ``at``, the one that decides last."""
+    cache = (2 * group.kv_tokens + group.running)[at].astype(np.float64)
+    cache[group.moved[at]] += _MOVED
+    known = not bool(np.isnan(group.remaining[at]).all())
+    if longest:
+        first = (group.running.astype(np.float64) + 2 * group.moved)[at]
+        return [cache, -group.expected()[at], first]
+    return [-group.expected()[at], cache] if known else [cache]
+
+
+def quotas(count: int, room: IntArray) -> IntArray:
+    """How many of ``count`` each rank takes: as even as its room allows, the larger share to the emptier rank.
+
+    >>> quotas(5, np.array([1, 0, 4, 3])).tolist()
+    [1, 0, 2, 2]
+    """
+    low, high = 0, int(min(count, room.max(initial=0)))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if int(np.minimum(room, middle).sum()) >= count else (middle + 1, high)
+    share = np.minimum(room, max(low - 1, 0))
+    more = np.flatnonzero(room >= low) if low else iota(0)
+    emptiest = more[np.argsort(-room[more], kind="stable")]
+    share[emptiest[: count - int(share.sum())]] += 1
+    return share
+
+
+def deal(weight: FloatArray, share: IntArray, load: FloatArray) -> IntArray:
+    """Receiver of each of a list of requests in donor order, shape (n,).
+
+    In each round every rank that still takes one gets one, the heaviest going to the least loaded: what a donor sends
+    spreads over as many receivers as there are, and so do the weights.
+
+    Args:
+        weight: of each request: KV tokens, or expected remaining tokens.
+        share: how many each rank takes; Σ share = n.
+        load: weight that each rank has already.
+    """
+    to = np.empty(weight.size, dtype=np.int64)
+    total = load.astype(np.float64, copy=True)
+    start = 0
+    for turn in range(int(share.max(initial=0))):
+        takers = np.flatnonzero(share > turn)
+        chunk = iota(takers.size) + start
+        heavy = chunk[np.argsort(-weight[chunk], kind="stable")]
+        idle = takers[np.argsort(total[takers], kind="stable")]
+        to[heavy] = idle
+        total[idle] += weight[heavy]
+        start += takers.size
+    return to
+
+
+def fit(group: Group, leaving: IntArray, room: IntArray, capacity: IntArray) -> IntArray | None:
+    """Receivers within their memory, largest request first, or None where this finds no place for one.
+
+    A request that waits needs room for its tokens as well, for it is prefilled where it arrives.
+
+    Args:
+        group: all requests of all ranks.
+        leaving: indices of those that leave.
+        room: requests that each rank can take, shape (ranks,).
+        capacity: KV tokens that each rank can hold, shape (ranks,).
+    """
+    need = np.where(group.running, group.kv_tokens, group.num_tokens)
+    stays: BoolArray = np.ones(need.size, dtype=np.bool_)
+    stays[leaving] = False
+    used = sums(group.rank[stays], need[stays].astype(np.float64), group.num_ranks).astype(np.int64)
+    free: IntArray = capacity - used
+    left = room + 0
+    got: IntArray = np.zeros(room.size, dtype=np.int64)
+    to = np.empty(leaving.size, dtype=np.int64)
+    for i in np.argsort(-need[leaving], kind="stable").tolist():
+        tokens = int(need[leaving[i]])
+        able = np.flatnonzero((left > 0) & (free >= tokens))
+        if able.size == 0:
+            return None
+        best = able[np.lexsort((-free[able], got[able]))[0]]
+        to[i] = best
+        left[best] -= 1
+        got[best] += 1
+        free[best] -= tokens
+    return to
