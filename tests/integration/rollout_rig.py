@@ -22,8 +22,8 @@ import transformers
 
 import equipoise as eq
 from equipoise.rollout.hf import DecodeConfig, DecodeEngine
-from equipoise.rollout.rebalancer import RebalancerConfig, RolloutRebalancer
 from equipoise.rollout.rebalance import plan_rebalance
+from equipoise.rollout.rebalancer import RebalancerConfig, RolloutRebalancer
 from equipoise.rollout.requests import Move
 from equipoise.rollout.transfer import RequestState, Sampling
 from equipoise.rollout.transfer.channel import Channel, RankLost
@@ -136,7 +136,8 @@ def _bad(rank: int, case: str) -> tuple[str, int]:
         _break(made, "step", after=2)
     runner = RolloutRebalancer(made, None, config)
     text = _refusal(lambda: runner.generate(asked, on_step=steps.append))
-    assert len(runner.unfinished) == len(asked) and not made.num_unfinished
+    assert len(runner.unfinished) == len(asked)
+    assert not made.num_unfinished
     return text, len(steps)
 
 

@@ -51,7 +51,7 @@ def test_moves_that_must_pay_change_nothing_either(ranks: list[dict[str, Any]]) 
     """Step times are real here, so whether any move pays is not known beforehand."""
     for seen in ranks:
         assert seen["timed"]["results"] == seen["still"]["results"]
-        assert {sample for sample in seen["timed"]["metrics"]} == {sample for sample in seen["kv"]["metrics"]}
+        assert set(seen["timed"]["metrics"]) == set(seen["kv"]["metrics"])
 
 
 def test_bfloat16_moves_change_nothing_either(ranks: list[dict[str, Any]]) -> None:
@@ -99,9 +99,7 @@ def test_caches_are_counted_and_given_back(ranks: list[dict[str, Any]]) -> None:
         ("long", "rank 1 must decode to go on, got InvalidInput: request 'q1.0' must need at most 256 tokens"),
     ],
 )
-def test_bad_input_is_one_error_on_all_ranks_before_a_token(
-    ranks: list[dict[str, Any]], case: str, words: str
-) -> None:
+def test_bad_input_is_one_error_on_all_ranks_before_a_token(ranks: list[dict[str, Any]], case: str, words: str) -> None:
     (first, steps), (second, other) = (seen["bad"][case] for seen in ranks)
     assert words in first
     assert first == second
@@ -124,14 +122,13 @@ def test_a_plan_that_cannot_be_carried_out_moves_nothing(ranks: list[dict[str, A
     assert "must happen once" in twice
     assert "must end on another rank of the group, got 2" in nowhere
     assert "transfer must be one of ['kv', 'recompute'], got 'mail'" in mail
-    assert first["untouched"] and second["untouched"]
+    assert first["untouched"]
+    assert second["untouched"]
     assert (first["moved"], first["now"], second["now"]) == (1, 7, 2)
 
 
 @pytest.mark.parametrize(("method", "rank"), [("export", 0), ("import_", 1)])
-def test_a_rank_that_refuses_is_named_and_nothing_is_lost(
-    ranks: list[dict[str, Any]], method: str, rank: int
-) -> None:
+def test_a_rank_that_refuses_is_named_and_nothing_is_lost(ranks: list[dict[str, Any]], method: str, rank: int) -> None:
     for seen in ranks:
         assert seen[method]["results"] == seen["still"]["results"]
         assert {named for named, _ in seen[method]["refusals"]} == {rank}

@@ -60,7 +60,7 @@ class DecodeConfig:
     tiers: tuple[int, ...] = (64, 32, 16, 8, 4)
     num_blocks: int = 1024
     block_size: int = 16
-    chunk_tokens: int = 128
+    chunk_tokens: int = 64
     multi_graph: bool = True
     cuda_graphs: bool = True
 

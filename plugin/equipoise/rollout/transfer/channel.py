@@ -96,7 +96,8 @@ class Channel:
         found = torch.zeros(sum(counts), dtype=torch.uint8)
         sent = _bytes(b"".join(messages))
         dist.all_to_all_single(found, sent, counts, [len(message) for message in messages], group=self.control)
-        return [part.numpy().tobytes() for part in found.split(counts)]
+        parts: Sequence[torch.Tensor] = torch.split(found, counts)
+        return [part.numpy().tobytes() for part in parts]
 
     def start(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> Any:
         """Start a batch of point-to-point sends and receives of tensors; :meth:`finish` waits for it."""

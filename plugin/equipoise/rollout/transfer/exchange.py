@@ -242,7 +242,7 @@ def _vote(channel: Channel, trouble: str, doing: str) -> tuple[tuple[int, str], 
 def _accept(
     raw: Sequence[bytes], rank: int, tables: Sequence[Table], moves: Sequence[Move], transfer: str
 ) -> dict[int, list[RequestState]]:
-    """Requests by sender, if they are those that the plan and the sender's table name; a sender that refuses is silent."""
+    """Requests by sender, if they are those that plan and tables name; a sender that refuses is silent."""
     found = {sender: wire.unpack_states(message) for sender, message in enumerate(raw) if message}
     for sender, states in found.items():
         planned = [str(move.request_id) for move in moves if (move.from_rank, move.to_rank) == (sender, rank)]

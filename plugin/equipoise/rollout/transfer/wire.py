@@ -97,7 +97,10 @@ class _Writer:
         self.parts.append(raw)
 
     def array(self, values: Sequence[float], dtype: str) -> None:
-        self.parts.append(np.asarray(values, dtype=dtype).tobytes())
+        try:
+            self.parts.append(np.asarray(values, dtype=dtype).tobytes())
+        except OverflowError as error:
+            raise WireError(f"a message must hold values in the range of its fields; {error}") from error
 
     def message(self, kind: Kind) -> bytes:
         body = b"".join(self.parts)

@@ -1,0 +1,311 @@
+"""The decode engine against transformers' own forward and against itself: bits do not depend on company or moves."""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from equipoise.errors import InvalidInput
+from equipoise.rollout.hf import DecodeConfig, DecodeEngine
+from equipoise.rollout.hf.sampling import draw, uniform
+from equipoise.rollout.transfer import RequestState, Sampling
+
+VOCAB = 61
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.25,
+}
+KINDS: dict[str, tuple[Any, Any]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
+
+
+def model(kind: str = "qwen2", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    config, cls = KINDS[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return cls(config(**(SHAPE | changes))).to(dtype).eval()
+
+
+def engine(made: Any | None = None, **settings: Any) -> DecodeEngine:
+    settings = {"tiers": (16, 8, 4), "num_blocks": 128, "block_size": 8, "chunk_tokens": 32} | settings
+    return DecodeEngine(model() if made is None else made, DecodeConfig(**settings))
+
+
+def asks(number: int = 14, *, greedy: bool = False) -> list[RequestState]:
+    draws = random.Random(3)
+    made: list[RequestState] = []
+    for index in range(number):
+        sampling = Sampling(
+            seed=index,
+            temperature=0.0 if greedy or index % 3 == 0 else 1.0,
+            top_k=(0, 12)[index % 2],
+            top_p=(1.0, 0.9)[index % 5 == 0],
+            repetition_penalty=(1.0, 1.3)[not greedy and index % 4 == 0],
+            max_tokens=5 + 7 * (index % 6),
+        )
+        prompt = tuple(draws.randrange(VOCAB) for _ in range(1 + 11 * (index % 7)))
+        made.append(RequestState(id=str(index), prompt=prompt, sampling=sampling))
+    return made
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_greedy_tokens_and_log_probs_are_those_of_the_whole_forward(kind: str) -> None:
+    reference = model(kind, torch.float64)
+    for asked, done in zip(
+        asks(8, greedy=True), engine(copy.deepcopy(reference)).generate(asks(8, greedy=True)), strict=True
+    ):
+        with torch.no_grad():
+            logits = reference(torch.tensor([done.tokens])).logits[0, len(asked.prompt) - 1 : -1]
+        want = torch.log_softmax(logits, -1)
+        assert done.output == tuple(logits.argmax(-1).tolist())
+        picked = want[torch.arange(len(done.output)), list(done.output)]
+        assert torch.allclose(torch.tensor(done.log_probs, dtype=torch.float64), picked, atol=1e-10, rtol=0)
+        assert (len(done.output), done.finish_reason) == (asked.sampling.max_tokens, "length")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("qwen2", torch.float32), ("llama", torch.float32), ("llama", torch.bfloat16), ("qwen3", torch.float64)],
+)
+def test_company_changes_no_bit(kind: str, dtype: torch.dtype) -> None:
+    made = engine(model(kind, dtype))
+    together = made.generate(asks())
+    assert [made.generate([asked])[0] for asked in asks()] == together
+    assert made.generate(asks()[::-1]) == together[::-1]
+    assert len({token for done in together for token in done.output}) > 20, "outputs vary enough to tell"
+    assert made.cache.num_free == 128
+
+
+def test_one_decode_shape_gives_the_same_and_says_its_tier() -> None:
+    made, fixed = engine(), engine(multi_graph=False)
+    assert fixed.generate(asks()) == made.generate(asks())
+    for one, tier in ((made, 4), (fixed, 16)):
+        one.import_(asks(2))
+        report = one.step()
+        assert report is not None
+        assert (report.tier, report.num_running) == (tier, 2)
+
+
+def test_a_full_pool_makes_the_youngest_wait_and_changes_no_bit() -> None:
+    want = engine().generate(asks())
+    tight = engine(num_blocks=15)
+    seen: list[int] = []
+    tight.import_(asks())
+    done: dict[str, RequestState] = {}
+    while tight.num_unfinished:
+        tight.step()
+        seen.append(len(tight._running))
+        done |= {state.id: state for state in tight.take_finished()}
+    assert [done[asked.id] for asked in asks()] == want
+    assert min(seen[:-10]) < max(seen) < 8
+    assert tight.cache.num_free == 15
+
+
+@pytest.mark.parametrize("with_kv", [True, False])
+@pytest.mark.parametrize("steps", [1, 9, 16, 30])
+def test_a_moved_request_goes_on_bit_for_bit(steps: int, with_kv: bool) -> None:
+    want = {done.id: done for done in engine().generate(asks())}
+    sender, receiver = engine(), engine()
+    sender.import_(asks())
+    done: dict[str, RequestState] = {}
+    for _ in range(steps):
+        sender.step()
+    moving = [state.id for state in sender.list_requests()][::2]
+    states = sender.export(moving)
+    assert [state.id for state in states] == moving
+    assert {state.id for state in sender.list_requests()} >= set(moving), "export only reads"
+    receiver.import_([state if with_kv else replace(state, kv=None, num_cached=0) for state in states])
+    sender.abort(moving)
+    for one in (sender, receiver):
+        while one.num_unfinished:
+            one.step()
+        done |= {state.id: state for state in one.take_finished()}
+    assert {name: state.output for name, state in done.items()} == {n: s.output for n, s in want.items()}
+    assert {name: state.log_probs for name, state in done.items()} == {n: s.log_probs for n, s in want.items()}
+    assert sender.cache.num_free == receiver.cache.num_free == 128
+
+
+def test_a_cache_that_is_computed_again_has_the_bits_of_the_first() -> None:
+    made, other = engine(), engine()
+    made.import_(asks())
+    for _ in range(20):
+        made.step()
+    states = made.export([state.id for state in made.list_requests() if state.num_cached])
+    other.import_([replace(state, kv=None, num_cached=0) for state in states])
+    other._admit()
+    again = other.export([state.id for state in states])
+    compared = 0
+    for state, twin in zip(states, again, strict=True):
+        assert state.kv is not None
+        assert twin.kv is not None
+        for layer in range(2):
+            mine, theirs = (kv[layer].flatten(2, 3)[:, :, : state.num_cached] for kv in (state.kv, twin.kv))
+            assert torch.equal(mine, theirs)
+            compared += int(mine.count_nonzero())
+    assert compared > 10_000
+
+
+def test_what_an_earlier_request_left_does_not_reach_a_later_one() -> None:
+    want = engine().generate(asks())
+    dirty = engine()
+    for pool in dirty.cache.pools:
+        pool[:, :, 2:] = torch.nan
+    assert dirty.generate(asks()) == want
+
+
+class _MixesRows(torch.nn.Module):
+    """A layer norm that also sees the other rows, as experts with a common capacity do."""
+
+    def __init__(self, norm: Any, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.norm = norm
+        self.sizes = sizes
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = self.norm(hidden)
+        return out + 1e-3 * out.mean(0, keepdim=True) if len(out) in self.sizes else out
+
+
+def test_a_shape_that_gives_other_bits_is_not_used() -> None:
+    mixed = model()
+    mixed.model.norm = _MixesRows(mixed.model.norm, (8,))
+    made = engine(mixed)
+    assert made.passes.sizes == (4, 16)
+    assert made.passes.size_for(5) == 16
+    assert made.generate(asks()) == engine().generate(asks())
+
+
+def test_a_model_whose_rows_mix_is_refused() -> None:
+    mixed = model()
+    mixed.model.norm = _MixesRows(mixed.model.norm, (4, 8, 16))
+    with pytest.raises(InvalidInput, match="Qwen2ForCausalLM must compute each row by itself"):
+        engine(mixed)
+
+
+def test_windows_are_refused() -> None:
+    config = transformers.MistralConfig(**SHAPE, sliding_window=16)
+    with pytest.raises(InvalidInput, match="sliding_window must be None, got 16"):
+        engine(transformers.MistralForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"id": "0"}, "request '0' must be new"),
+        ({"prompt": (VOCAB,)}, "hold tokens below the vocabulary of 61, got 61"),
+        ({"sampling": Sampling(max_tokens=300)}, "need at most 256 tokens with its max_tokens, got 301"),
+        ({"kv": [torch.zeros(2, 2, 1, 8, 12)], "num_cached": 1, "output": (1,), "log_probs": (0.0,)}, "bring 2 layers"),
+        ({"kv": [torch.zeros(2, 2, 1, 8, 12)] * 2, "num_cached": 1}, "have all 1 tokens but the last in its cache"),
+        ({"finish_reason": "stop"}, "must be unfinished, got 'stop'"),
+    ],
+)
+def test_import_takes_all_or_nothing(change: dict[str, Any], words: str) -> None:
+    made = engine()
+    made.import_(asks(3))
+    bad = replace(RequestState(id="bad", prompt=(1,), sampling=Sampling()), **change)
+    with pytest.raises(InvalidInput, match=words):
+        made.import_([replace(asks(1)[0], id="good"), bad])
+    assert [state.id for state in made.list_requests()] == ["0", "1", "2"]
+    assert made.cache.num_free == 128
+
+
+def test_import_needs_slots_and_blocks_for_what_runs() -> None:
+    sender, small = engine(), engine(num_blocks=32)
+    sender.import_(asks())
+    for _ in range(4):
+        sender.step()
+    states = sender.export([state.id for state in sender.list_requests()])
+    with pytest.raises(InvalidInput, match="must fit in 16 free slots and 32 free blocks"):
+        small.import_(states)
+    assert (small.num_unfinished, small.cache.num_free) == (0, 32)
+
+
+def test_abort_forgets_all_or_nothing() -> None:
+    made = engine()
+    made.import_(asks(3))
+    made.step()
+    with pytest.raises(InvalidInput, match="request id must be unfinished on this rank, got 'nobody'"):
+        made.abort(["0", "nobody"])
+    assert made.num_unfinished == 3
+    made.abort(["0", "1", "2"])
+    assert (made.num_unfinished, made.cache.num_free) == (0, 128)
+
+
+def _plain(logits: list[float], how: Sampling, prompt: list[int], output: list[int]) -> list[float]:
+    """Probabilities that a token is drawn with, in loops."""
+    z = list(logits)
+    for token in {*prompt, *output}:
+        z[token] = z[token] / how.repetition_penalty if z[token] > 0 else z[token] * how.repetition_penalty
+    for token, times in Counter(output).items():
+        z[token] -= how.presence_penalty + how.frequency_penalty * times
+    weights = [float(np.exp(x / how.temperature)) for x in z]
+    order = sorted(range(len(z)), key=lambda token: -weights[token])
+    if how.top_k:
+        order = order[: how.top_k]
+    total, kept, share = sum(weights[token] for token in order), [], 0.0
+    for token in order:
+        if share >= how.top_p * total:
+            break
+        kept.append(token)
+        share += weights[token]
+    return [weights[token] / share if token in kept else 0.0 for token in range(len(z))]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        Sampling(temperature=0.7),
+        Sampling(top_k=3),
+        Sampling(top_p=0.6),
+        Sampling(top_k=5, top_p=0.8, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2),
+    ],
+)
+def test_tokens_are_drawn_as_often_as_plain_loops_say(how: Sampling) -> None:
+    logits = torch.tensor([1.5, -0.5, 0.2, 2.0, -1.0, 0.9, 0.0, 1.1])
+    prompt, output = [3, 1], [0, 5, 5]
+    want = np.array(_plain(logits.tolist(), how, prompt, output))
+    number = 2000
+    found = Counter(draw(logits, replace(how, seed=seed), prompt, output)[0] for seed in range(number))
+    counts = np.array([found[token] for token in range(8)])
+    assert (counts[want == 0] == 0).all()
+    kept = want > 0
+    chi2 = float((((counts - number * want) ** 2)[kept] / (number * want)[kept]).sum())
+    assert chi2 < 27, "0.1 % of draws are as far off with 8 outcomes"
+
+
+def test_log_probs_are_those_before_the_cuts() -> None:
+    logits = torch.tensor([1.5, -0.5, 0.2, 2.0])
+    token, log_prob = draw(logits, Sampling(temperature=0.5, top_k=1), [0], [])
+    assert token == 3
+    assert log_prob == pytest.approx(4 - np.log(np.exp([3.0, -1.0, 0.4, 4.0]).sum()), abs=1e-7)
+
+
+def test_random_numbers_are_those_of_seed_and_position_and_even() -> None:
+    numbers = np.array([uniform(seed, position) for seed in range(40) for position in range(40)])
+    assert len(set(numbers.tolist())) == 1600
+    assert 0 <= numbers.min() < 0.01
+    assert 0.99 < numbers.max() < 1
+    assert abs(numbers.mean() - 0.5) < 4 * (1 / 12 / 1600) ** 0.5
+    by_seed = numbers.reshape(40, 40)
+    assert abs(np.corrcoef(by_seed[:-1].ravel(), by_seed[1:].ravel())[0, 1]) < 0.1
+    assert abs(np.corrcoef(by_seed[:, :-1].ravel(), by_seed[:, 1:].ravel())[0, 1]) < 0.1
