@@ -60,6 +60,13 @@ if TYPE_CHECKING:
     from equipoise.plan import padded_batch_size as padded_batch_size
     from equipoise.plan import plan_step as plan_step
     from equipoise.plan import required_batch_multiple as required_batch_multiple
+    from equipoise.rollout.expect import LengthModel as LengthModel
+    from equipoise.rollout.rebalance import plan_rebalance as plan_rebalance
+    from equipoise.rollout.requests import Move as Move
+    from equipoise.rollout.requests import Request as Request
+    from equipoise.rollout.spread import spread_siblings as spread_siblings
+    from equipoise.rollout.step_time import StepTime as StepTime
+    from equipoise.rollout.worth import TransferCost as TransferCost
     from equipoise.workload import CostModel as CostModel
     from equipoise.workload import FittedCost as FittedCost
     from equipoise.workload import PaddedCost as PaddedCost
@@ -117,6 +124,13 @@ _HOME = {
     "padded_batch_size": "equipoise.plan",
     "plan_step": "equipoise.plan",
     "required_batch_multiple": "equipoise.plan",
+    "LengthModel": "equipoise.rollout.expect",
+    "plan_rebalance": "equipoise.rollout.rebalance",
+    "Move": "equipoise.rollout.requests",
+    "Request": "equipoise.rollout.requests",
+    "spread_siblings": "equipoise.rollout.spread",
+    "StepTime": "equipoise.rollout.step_time",
+    "TransferCost": "equipoise.rollout.worth",
     "CostModel": "equipoise.workload",
     "FittedCost": "equipoise.workload",
     "PaddedCost": "equipoise.workload",
@@ -140,8 +154,10 @@ __all__ = [
     "FittedCost",
     "InfeasiblePlan",
     "InvalidInput",
+    "LengthModel",
     "LossDenominators",
     "Metric",
+    "Move",
     "OptimizerConfig",
     "PaddedCost",
     "PerToken",
@@ -149,10 +165,13 @@ __all__ = [
     "PolicyConfig",
     "PolicyInputs",
     "PolicyLoss",
+    "Request",
     "SelectedTokens",
     "StepPlan",
     "StepSpec",
+    "StepTime",
     "TokenCost",
+    "TransferCost",
     "TransformerCost",
     "__version__",
     "advantage_estimators",
@@ -171,6 +190,7 @@ __all__ = [
     "padded_batch_size",
     "partition",
     "partitioners",
+    "plan_rebalance",
     "plan_step",
     "policy_loss",
     "policy_losses",
@@ -181,6 +201,7 @@ __all__ = [
     "restore",
     "rollout_weights",
     "sft_loss",
+    "spread_siblings",
     "token_log_probs",
     "value_loss",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from equipoise import __version__
@@ -24,10 +25,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         " replaces. Exit status 1 if something would keep Equipoise from running. Takes about 15 s: it imports verl.",
     )
     doctor.add_argument("--quiet", action="store_true", help="print only what is wrong")
-    args = parser.parse_args(argv)
+    commands.add_parser("rollout-sim", help="simulate rollouts whose requests move between ranks", add_help=False)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["rollout-sim"]:
+        return _rollout_sim(given[1:])
+    args = parser.parse_args(given)
     if args.command is None:
         parser.print_help()
         return 2
     from equipoise.trainer_hooks.on_verl.doctor import examine
 
     return examine(quiet=args.quiet)
+
+
+def _rollout_sim(argv: list[str]) -> int:
+    try:
+        from equipoise.report.rollout_sim.command import main as simulate
+    except ModuleNotFoundError as error:
+        if error.name not in ("rich", "matplotlib"):
+            raise
+        print(f"rollout-sim needs {error.name}: pip install 'equipoise[examples]'", file=sys.stderr)
+        return 2
+    return simulate(argv)

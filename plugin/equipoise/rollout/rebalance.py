@@ -39,6 +39,7 @@ class Terms:
     hysteresis: float = 0.0
     kv_price: float = 0.0
     steps_to_next_check: int = 0
+    most_steps: float = float("inf")
 
     def __post_init__(self) -> None:
         for name in ("min_gain", "hysteresis", "kv_price", "steps_to_next_check"):
@@ -50,6 +51,10 @@ class Terms:
         if self.kv_price and not self.steps_to_next_check:
             remedy = "pass the check interval"
             raise InvalidInput(must("steps_to_next_check", "be at least 1 with kv_price", 0, remedy))
+        if not self.most_steps >= 0:
+            raise InvalidInput(
+                must("most_steps", "be at least 0", self.most_steps, "leave it out if there is no limit")
+            )
         if self.victims not in VICTIMS:
             raise InvalidInput(must("victims", f"be one of {', '.join(VICTIMS)}", self.victims, "choose one"))
 
@@ -73,6 +78,7 @@ def plan_rebalance(
     moved_before: Collection[Hashable] = (),
     kv_price: float = 0.0,
     steps_to_next_check: int = 0,
+    most_steps: float = float("inf"),
 ) -> list[Move]:
     """Moves after which every rank fits the smallest decode tier that the whole group can reach.
 
@@ -103,6 +109,7 @@ def plan_rebalance(
         kv_price: seconds of decoding worth giving up to spare one KV token's transfer. If above 0, a move waits for
             the next check as long as requests that finish meanwhile spare more than the higher tier costs.
         steps_to_next_check: decode steps until the next call; needed by ``kv_price``.
+        most_steps: decode steps that any request can still last, from the limit on response length; bounds the saving.
 
     Returns:
         Moves, each request at most once, by sender. The same on every rank that has the same input.
@@ -128,6 +135,7 @@ def plan_rebalance(
         hysteresis=hysteresis,
         kv_price=kv_price,
         steps_to_next_check=steps_to_next_check,
+        most_steps=most_steps,
     )
     held = np.array([len(requests) for requests in ranks], dtype=np.int64)
     if slots is not None:
@@ -219,7 +227,7 @@ def _pays(group: Group, leaving: IntArray, to: IntArray, tier: int, terms: Terms
     before = int_sums(group.rank, kv, ranks)
     after = before - int_sums(group.rank[leaving], kv[leaving], ranks) + int_sums(to, kv[leaving], ranks)
     context = float(before.max()), float(after.max())
-    saved = saved_seconds(group, tier, terms.tiers, terms.step_time, context)
+    saved = saved_seconds(group, tier, terms.tiers, terms.step_time, context, terms.most_steps)
     cost = exchange_seconds(group, leaving, to, terms.transfer)
     if saved <= 0 or saved < (1 + terms.hysteresis) * cost + terms.min_gain:
         return False

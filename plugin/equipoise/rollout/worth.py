@@ -11,6 +11,8 @@ from equipoise._arrays import FloatArray, IntArray, int_sums, sums
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.group import Group
 
+_HALVINGS = 24
+
 StepTime = Callable[[int, float], float]
 """Seconds of one decode step from the tier and the KV tokens of the fullest rank."""
 
@@ -58,13 +60,19 @@ def exchange_seconds(group: Group, moving: IntArray, to: IntArray, cost: Transfe
 
 
 def saved_seconds(
-    group: Group, target: int, tiers: IntArray, step_time: StepTime, context: tuple[float, float]
+    group: Group,
+    target: int,
+    tiers: IntArray,
+    step_time: StepTime,
+    context: tuple[float, float],
+    most_steps: float = float("inf"),
 ) -> float:
     """Predicted seconds that reaching ``target`` now saves over waiting for requests to finish.
 
     Σ over the tiers above ``target`` of (steps that the group would stay in the tier) × (time of the tier - time of
-    ``target``). A rank with n requests falls to U when its (n - U)-th shortest is done; the group, when all have. That
-    the tier would fall further after the move, too, is not counted: the saving is predicted low.
+    ``target``). A request of expected remaining length m is taken to be done after s steps with probability
+    1 - exp(-s / m); the group falls to a tier once the mean count of each rank has. The saving is predicted low: chance
+    keeps the fullest rank above its mean, and after the moves the tier would fall further, too.
 
     Args:
         group: all requests.
@@ -72,35 +80,38 @@ def saved_seconds(
         tiers: all tiers, from small to large.
         step_time: of a step.
         context: KV tokens of the fullest rank without the moves and after them.
+        most_steps: that any request can still last.
     """
     most = int(group.held.max())
     now = int(tiers[np.searchsorted(tiers, most)]) if most <= int(tiers[-1]) else most
     falls = [int(tier) for tier in tiers if target <= tier < now][::-1]
     after, reached, saved = step_time(target, context[1]), 0.0, 0.0
     for tier, next_tier in zip([now, *falls], falls, strict=False):
-        until = max(_steps_until(group, next_tier), reached)
+        until = min(max(_steps_until(group, next_tier), reached), most_steps)
         saved += (until - reached) * (step_time(tier, context[0]) - after)
         reached = until
     return saved
 
 
 def _steps_until(group: Group, tier: int) -> float:
-    """Steps until no rank holds more than ``tier`` requests, if they last as expected and none moves."""
+    """Steps until each rank's mean count is down to ``tier`` if none moves: s with Σ exp(-s / m) = ``tier``."""
     over = group.held > tier
     if not over.any():
         return 0.0
     mine = over[group.rank]
-    rank, left = group.rank[mine], group.expected()[mine]
-    left = left[np.lexsort((left, rank))]
-    held = group.held[over]
-    return float(left[np.cumsum(held) - tier - 1].max())
+    rank, mean = group.rank[mine], np.maximum(group.expected()[mine], 1.0)
+    low, high = np.zeros(group.num_ranks), sums(rank, mean, group.num_ranks) * np.log(np.maximum(group.held, 2))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        more = sums(rank, np.exp(-middle[rank] / mean), group.num_ranks) > tier
+        low, high = np.where(more, middle, low), np.where(more, high, middle)
+    return float(high[over].max())
 
 
 def kept_by_waiting(group: Group, leaving: IntArray, target: int, steps: int) -> float:
     """KV tokens that moving ``steps`` later is expected to send less, as requests finish by themselves meanwhile.
 
-    A request of expected remaining length m is done after s steps with probability 1 - exp(-s / m); the excess of a
-    rank then is taken as normal about its mean.
+    Requests finish as in `saved_seconds`; the excess of a rank is taken as normal about its mean.
     """
     rank = group.rank
     crowded = (group.held > target)[rank]

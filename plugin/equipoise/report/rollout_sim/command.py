@@ -24,7 +24,7 @@ every 1000 steps.
 """
 _EPILOG = """\
 Response length = median × exp(between · z of the prompt + within · z of the response), z standard normal, clipped at
-the longest. Step times: 125 to 200 ms at tier 64 as the fullest rank's KV cache grows to 120,000 tokens, 59 to 63 ms at
+the longest. Step times: 125 to 200 ms at tier 64 as the fullest rank's KV cache grows to 90,000 tokens, 59 to 63 ms at
 tier 4; those between are assumed. An exchange stops all ranks for latency + bytes of the busiest link / bandwidth.
 
 examples:

@@ -14,6 +14,7 @@ from equipoise.report.rollout_sim.setting import Responses, Setting
 
 NOT_STARTED = -1
 SAMPLE_EVERY = 64
+_LONG_STRIDE = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,14 @@ class Rollout:
         self.open = np.arange(rank.size, dtype=np.int64)
         self.closed: list[IntArray] = []
         self.step = 0
+        self.stride = setting.check_interval
         self._admit()
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether every rank fits the smallest tier and nothing waits, so that no move can lower the tier any more."""
+        most = int(self._running_of(self.open).max())
+        return most <= self.setting.step_time.tiers[0] and self._waiting().size == 0
 
     @property
     def finish(self) -> IntArray:
@@ -189,6 +197,7 @@ def simulate(
         one_shape: every step costs the largest tier.
     """
     rollout = Rollout(responses, rank, setting)
+    rollout.stride = setting.check_interval if policy is not None else _LONG_STRIDE
     tiers = np.array(setting.step_time.tiers)
     seconds = exchange = used = computed = 0.0
     moves = kv_bytes = 0
@@ -203,19 +212,20 @@ def simulate(
         live = int(np.count_nonzero(running.any(axis=0)))  # the last piece ends with its last response
         running, kv_tokens = running[:, :live], kv_tokens[:, :live]
         most = running.max(axis=0)
-        index = (
-            np.full(live, tiers.size - 1, dtype=np.int64)
-            if one_shape
-            else np.searchsorted(tiers, most).astype(np.int64)
-        )
+        index = np.asarray(np.searchsorted(tiers, most), dtype=np.int64)
+        if one_shape:
+            index[:] = tiers.size - 1
         step_s: FloatArray = setting.step_time.of_tiers(index, kv_tokens.max(axis=0).astype(np.float64))
         begins.append(seconds + np.cumsum(step_s) - step_s)
         seconds += float(step_s.sum())
         used += float((running.sum(axis=0) * step_s).sum())
         computed += float((tiers[index] * step_s).sum()) * setting.num_ranks
-        found_tiers.append(tiers[index])
-        active.append(running[:, first::SAMPLE_EVERY].T)
-        if policy is None or not rollout.open.size:
+        found_tiers.append(np.asarray(tiers[index], dtype=np.int64))
+        active.append(np.asarray(running[:, first::SAMPLE_EVERY].T, dtype=np.int64))
+        if not rollout.open.size:
+            continue
+        if policy is None or rollout.at_rest:
+            rollout.stride = _LONG_STRIDE
             continue
         snapshot = rollout.snapshot()
         before = time.process_time()
@@ -244,7 +254,7 @@ def simulate(
 
 def _next_stop(rollout: Rollout) -> int:
     """The step of the next check, or the end if all have started and none is left by then."""
-    check = rollout.step + rollout.setting.check_interval
+    check = rollout.step + rollout.stride
     started = rollout.start[rollout.open]
     if (started == NOT_STARTED).any():
         return check

@@ -96,12 +96,12 @@ class Ours:
     """
 
     victims: str = "kv"
-    kv_price: float = 0.6
+    kv_price: float = 0.7
     hysteresis: float = 0.1
 
     def __call__(self, snapshot: Snapshot, setting: Setting) -> tuple[IntArray, IntArray]:
         """Positions that move, and the ranks that they go to."""
-        ranks = setting.num_ranks
+        ranks, at_most = setting.num_ranks, snapshot.responses.longest - snapshot.generated
         terms = Terms(
             tiers=np.array(setting.step_time.tiers, dtype=np.int64),
             slots=np.full(ranks, setting.places, dtype=np.int64),
@@ -112,6 +112,7 @@ class Ours:
             hysteresis=self.hysteresis,
             kv_price=self.kv_price * setting.kv_bytes_per_token / 1e9,
             steps_to_next_check=setting.check_interval,
+            most_steps=float(at_most.max()),
         )
         held = counts(snapshot.rank, ranks)
         if not lower_tiers(held, terms) and not (held > setting.places).any():
@@ -128,7 +129,7 @@ class Ours:
             kv_tokens=snapshot.kv_tokens,
             num_tokens=snapshot.generated + responses.prompt_tokens[snapshot.index],
             running=snapshot.running,
-            remaining=remaining,
+            remaining=np.minimum(remaining, at_most),
             moved=snapshot.moved > 0,
         )
         return plan_group(group, terms)

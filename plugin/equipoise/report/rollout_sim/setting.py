@@ -14,9 +14,10 @@ from equipoise.rollout.worth import TransferCost
 RECIPE = "https://gitcode.com/cann/cann-recipes-train: docs/features/rollout_rebalance.md and docs/llm_rl"
 
 _TIERS = (4, 8, 16, 32, 64)
-_MOST_TOKENS = 120_000
+_MOST_TOKENS = 90_000
 # Milliseconds of a step on an empty and on a full cache. From the text: 125 to 200 at tier 64, about 60 at the low
-# tiers. Assumed: the tiers between, and that the 200 are reached at 120,000 KV tokens on a rank.
+# tiers. Assumed: the tiers between. At 90,000 KV tokens a rank takes its 200 ms: with it, not moving takes as long as
+# the text says, about 6200 s in one shape and 2861 s with tiers.
 _MILLISECONDS = {4: (59.0, 63.0), 8: (66.0, 72.0), 16: (78.0, 92.0), 32: (95.0, 125.0), 64: (125.0, 200.0)}
 
 
@@ -34,12 +35,12 @@ def recipe_step_time() -> StepTime:
 class LengthLaw:
     """Response length = median × exp(between · z of the prompt + within · z of the response), clipped at ``longest``.
 
-    The z are standard normal; a prompt has ``samples`` responses. Assumed; 1200, 0.7 and 0.7 have the recipe's tiers
-    fall at one to two thousand steps, as its text says, and a few responses of 8192 reach the limit.
+    The z are standard normal; a prompt has ``samples`` responses. Assumed; with these figures the recipe's tiers fall
+    from one to two thousand steps on, as its text says, and a few responses of 8192 reach the limit.
     """
 
     median: float = 1200.0
-    between: float = 0.7
+    between: float = 0.75
     within: float = 0.7
     longest: int = 32768
     samples: int = 16
@@ -63,16 +64,19 @@ class LengthLaw:
         length = np.clip(np.rint(self.median * np.exp(z)), 1, self.longest).astype(np.int64).ravel()
         tokens = rng.integers(self.shortest_prompt, self.longest_prompt + 1, prompts)
         prompt = np.repeat(np.arange(prompts, dtype=np.int64), self.samples)[:num_requests]
-        return Responses(length=length[:num_requests], prompt=prompt, prompt_tokens=tokens[prompt])
+        return Responses(
+            length=length[:num_requests], prompt=prompt, prompt_tokens=tokens[prompt], longest=self.longest
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Responses:
-    """Length of each response, the number of its prompt, and the prompt's tokens, shape (n,) each."""
+    """Length of each response, the number of its prompt, and the prompt's tokens, shape (n,) each; the length limit."""
 
     length: IntArray
     prompt: IntArray
     prompt_tokens: IntArray
+    longest: int
 
 
 @dataclass(frozen=True, kw_only=True)
