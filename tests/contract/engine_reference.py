@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, LlamaConfig, Qwen2Config
 
-from equipoise import agg_loss
+from equipoise import LossDenominators, PolicyConfig, PolicyInputs, agg_loss, policy_loss, policy_losses
 from equipoise.engine.config import OptimizerConfig
 from equipoise.loss.metrics import AnyMetric, Metric
 
@@ -99,6 +99,58 @@ class CountingLoss:
             each[None], flat["loss_mask"][None], "token-mean", dp_size=self.dp_size, batch_num_tokens=self.tokens
         )
         return loss, {"per_token": Metric.of(each, flat["loss_mask"])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyStep:
+    """A policy loss of the registry, with a KL term and an entropy bonus, as a driver passes it in."""
+
+    name: str
+    mode: str
+    denominators: LossDenominators
+    dp_size: int
+
+    def __call__(
+        self, output: dict[str, torch.Tensor], data: TensorDict, group: Any
+    ) -> tuple[torch.Tensor, Mapping[str, AnyMetric]]:
+        inputs = PolicyInputs(
+            log_prob=output["log_probs"],
+            old_log_prob=data["old"],
+            ref_log_prob=data["returns"] - 3.0,
+            entropy=output["entropy"],
+            advantages=data["advantages"],
+            loss_mask=data["loss_mask"],
+            is_padding=data["is_padding"],
+        )
+        return policy_loss(
+            self.name,
+            inputs,
+            PolicyConfig(kl_coef=0.1, entropy_coef=0.01),
+            loss_agg_mode=self.mode,
+            denominators=self.denominators,
+            dp_size=self.dp_size,
+            loss_scale_factor=12.0,
+        )
+
+
+POLICY_STEPS = [(name, mode) for name in policy_losses for mode in policy_losses[name].agg_modes]
+
+
+def policy_batch(numbers: Sequence[int], num_padding: int = 0) -> TensorDict:
+    """The rows of these numbers, off policy, and padding rows whose masks were left at 1."""
+    rows: list[dict[str, Any]] = []
+    for i in numbers:
+        one = row(i, LENGTHS[i])
+        rows.append({**one, "old": -one["returns"].abs() - 2.0})
+    for _ in range(num_padding):
+        two = torch.zeros(2, dtype=torch.float64)
+        ids = two.long()
+        rows.append({"input_ids": ids, "loss_mask": ids + 1, "advantages": two + 9, "returns": two, "old": two})
+    columns = {
+        name: torch.nested.as_nested_tensor([one[name] for one in rows], layout=torch.jagged) for name in rows[0]
+    }
+    is_padding = torch.tensor([False] * len(numbers) + [True] * num_padding)
+    return TensorDict({**columns, "is_padding": is_padding}, batch_size=[len(rows)])
 
 
 @dataclass(frozen=True, kw_only=True)

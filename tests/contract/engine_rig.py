@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -389,6 +390,47 @@ def sequence_parallel(out: dict[str, Any]) -> None:
             out[f"sp2/{backend}/{kind}/{name}"] = trained(engine(backend, kind, name, **settings))
 
 
+LAYOUTS = {
+    1: (("fsdp2", 1, "one row", 0),),
+    4: (("ddp", 4, "dynamic", 4), ("fsdp2", 2, "one row", 2), ("ddp", 1, "dynamic", 0)),
+}
+"""By world: backend, data-parallel size (the other ranks share rows), cut, padding rows."""
+
+
+def layouts_of(step: int, world: int) -> list[Any]:
+    """Those in which the policy loss of this number is run: two of three, in turn."""
+    return [layout for at, layout in enumerate(LAYOUTS[world]) if world == 1 or at != step % 3]
+
+
+def losses(out: dict[str, Any], world: int) -> None:
+    """Every policy loss in every mode that it goes with: a step that moves nothing, so that all start alike."""
+    still = replace(ref.OPTIMIZER, lr=0.0, weight_decay=0.0, warmup_steps=0)
+    for layout in LAYOUTS[world]:
+        backend, dp_size, cut, num_padding = layout
+        settings: dict[str, Any] = (
+            CUTS[cut] if cut == "one row" else {"max_token_len_per_gpu": -(-ref.CAP * dp_size // world)}
+        )
+        made = engine(backend, "language_model", "llama", optimizer=still, sp_size=world // dp_size, **settings)
+        mine = share(made)
+        data = ref.policy_batch(mine, num_padding // dp_size)
+        count = eq.LossDenominators.of(
+            data["loss_mask"], is_padding=data["is_padding"], group=made.get_data_parallel_group()
+        )
+        case = f"losses/{backend}/{dp_size}"
+        for step, (name, mode) in enumerate(ref.POLICY_STEPS):
+            if layout not in layouts_of(step, world):
+                continue
+            loss = ref.PolicyStep(name=name, mode=mode, denominators=count, dp_size=dp_size)
+            with made.train_mode():
+                output = made.train_batch(data, loss, with_entropy=True)
+            merged = reduce_metrics(output.metrics, group=made.get_data_parallel_group())
+            out[f"{case}/{name}/{mode}"] = {
+                "loss": output.loss,
+                "norm": output.grad_norm,
+                **{key: metric.value for key, metric in merged.items()},
+            }
+
+
 def from_folder(out: dict[str, Any], folder: Path) -> None:
     """A model on disk: under fsdp2 rank 0 alone reads the weights."""
     for backend in BACKENDS:
@@ -402,6 +444,7 @@ def scenarios(rank: int, world: int, folder: Path) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if world == 4:
         sequence_parallel(out)
+        losses(out, world)
         return out
     equality(out, world)
     skipped(out)
@@ -409,6 +452,7 @@ def scenarios(rank: int, world: int, folder: Path) -> dict[str, Any]:
     if world == 1:
         moves(out)
         states(out)
+        losses(out, world)
         return out
     variants(out)
     sequence_parallel(out)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.contract import engine_reference as ref
-from tests.contract.engine_rig import ALL, BACKENDS, MODELS, STAGES, TRAINED
+from tests.contract.engine_rig import ALL, BACKENDS, MODELS, STAGES, TRAINED, layouts_of
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("engines")
     command = [sys.executable, "-W", "ignore", "-m", "tests.contract.engine_rig", str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=290, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return Seen(folder)
 
@@ -88,6 +88,20 @@ def test_e7_training_is_that_of_one_process_however_rows_are_cut(
 @pytest.mark.parametrize(("world", "backend", "kind", "name"), SEQUENCE_PARALLEL)
 def test_ranks_that_share_rows_train_alike(seen: Seen, world: int, backend: str, kind: str, name: str) -> None:
     holds(seen.worlds[world], f"sp2/{backend}/{kind}/{name}", kind, name)
+
+
+@pytest.mark.parametrize(("name", "mode"), ref.POLICY_STEPS)
+def test_policy_losses_gradients_and_metrics_do_not_move_with_the_cluster(seen: Seen, name: str, mode: str) -> None:
+    """4 ranks with rows of their own, 2 pairs that share rows, 4 that share all: as one process, row by row."""
+    want = seen.worlds[1][0][f"losses/fsdp2/1/{name}/{mode}"]
+    assert want["norm"] > 0
+    assert want["actor/kl_loss"] > 0
+    for rank in seen.worlds[4]:
+        for backend, dp_size, *_ in layouts_of(ref.POLICY_STEPS.index((name, mode)), 4):
+            got = rank[f"losses/{backend}/{dp_size}/{name}/{mode}"]
+            assert set(got) == set(want)
+            for key in want:
+                same(got[key], want[key])
 
 
 @pytest.mark.parametrize("case", ["offload", "sync at each", "checkpointing", "no reshard", "chunks"])
