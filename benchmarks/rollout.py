@@ -34,8 +34,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 OUTPUTS = Path(__file__).parents[1] / "outputs" / "bench"
-MODES = ("still", "kv", "recompute")
-TITLES = {"still": "no moving", "kv": "cache sent", "recompute": "computed again"}
+MODES = ("none", "kv", "recompute")
+TITLES = {"none": "no moving", "kv": "cache sent", "recompute": "computed again"}
 WORLD = 2
 
 
@@ -188,15 +188,11 @@ def _rank(rank: int, job: Job, news: Any) -> None:
     proof_s = time.perf_counter() - start
     asked = _requests(rank, job, engine.vocab_size)
     runs: list[dict[str, Any]] = []
-    planner: dict[str, Any] = {"still": {"planner": None}, "kv": {}, "recompute": {}}
     for mode in MODES * job.repeats:
         if rank == 0:
             news.put((rank, "mode", mode))
-        transfer = "recompute" if mode == "recompute" else "kv"
-        config = RebalancerConfig(
-            check_interval=job.check_interval, tiers=job.tiers, transfer=transfer, profile_interval=1
-        )
-        runner = RolloutRebalancer(engine, None, config, **planner[mode])
+        config = RebalancerConfig(check_interval=job.check_interval, tiers=job.tiers, transfer=mode, profile_interval=1)
+        runner = RolloutRebalancer(engine, None, config)
         dist.barrier()
         start, clock = time.perf_counter(), _Clock(runner.checks)
 
@@ -285,7 +281,7 @@ def _report(job: Job, ranks: list[dict[str, Any]], out: Path, console: Console) 
         cells = [TITLES[mode]]
         for found in (walls, paths):
             median = float(np.median(found[mode]))
-            cells += [f"{median:.2f}", f"{1 - median / float(np.median(found['still'])):.0%}"]
+            cells += [f"{median:.2f}", f"{1 - median / float(np.median(found['none'])):.0%}"]
         figures = [run["metrics"] for rank in ranks for run in rank["runs"] if run["mode"] == mode]
         for _, name, form in _SHOWN:
             cells.append(form.format(float(np.mean([one[f"rollout/{name}"] for one in figures]))))

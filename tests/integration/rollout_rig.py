@@ -202,13 +202,13 @@ def run_two(rank: int, out: str) -> None:
     """All scenarios of two ranks."""
     _join(rank, 2, out)
     results: dict[str, Any] = {
-        "still": _generate(rank, planner=None),
+        "still": _generate(rank, transfer="none"),
         "kv": _generate(rank, profile=False),
         "recompute": _generate(rank, profile=False, transfer="recompute"),
         "about": _generate(rank, profile=False, planner=shuffle_about),
         "tight": _generate(rank, profile=False, planner=shuffle_about, blocks=34),
         "timed": _generate(rank),
-        "bfloat16 still": _generate(rank, dtype=torch.bfloat16, planner=None),
+        "bfloat16 still": _generate(rank, dtype=torch.bfloat16, transfer="none"),
         "bfloat16": _generate(rank, dtype=torch.bfloat16, profile=False),
         "bad": {case: _bad(rank, case) for case in ("shape", "weights", "settings", "id", "long", "breaks")},
         "room": _no_room(rank),

@@ -88,7 +88,7 @@ def test_greedy_tokens_and_log_probs_are_those_of_the_whole_forward(kind: str) -
     [("qwen2", torch.float32), ("llama", torch.float32), ("llama", torch.bfloat16), ("qwen3", torch.float64)],
 )
 def test_company_changes_no_bit(kind: str, dtype: torch.dtype) -> None:
-    made = engine(model(kind, dtype))
+    made = engine(model(kind, dtype), tiers=(16, 8, 4, 2, 1))
     together = made.generate(asks())
     assert [made.generate([asked])[0] for asked in asks()] == together
     assert made.generate(asks()[::-1]) == together[::-1]

@@ -41,7 +41,7 @@ class RolloutRebalancer:
         engine: of this rank, with the tiers of ``config``.
         group: process group; the default one if None.
         config: the same on all ranks.
-        planner: called in place of :func:`equipoise.plan_rebalance`; None never moves anything.
+        planner: says what moves; called like :func:`equipoise.plan_rebalance`.
 
     Raises:
         InvalidInput: tiers that are not those of the engine.
@@ -53,7 +53,7 @@ class RolloutRebalancer:
         group: Any = None,
         config: RebalancerConfig | None = None,
         *,
-        planner: Planner | None = plan_rebalance,
+        planner: Planner = plan_rebalance,
     ) -> None:
         self.engine = engine
         self.config = config or RebalancerConfig()
@@ -64,7 +64,7 @@ class RolloutRebalancer:
         self.planner = planner
         self.checks: list[Check] = []
         self.refusals: list[tuple[int, str]] = []
-        self._settings = zlib.crc32(repr((sorted(asdict(self.config).items()), planner is None)).encode())
+        self._settings = zlib.crc32(repr(sorted(asdict(self.config).items())).encode())
         self.known = Knowledge(self.config)
         self._new_samples: list[tuple[int, int, float]] = []
         self._ended: list[tuple[int, int]] = []
@@ -147,8 +147,10 @@ class RolloutRebalancer:
         self.known.learn(tables)
         if not any(found.rows for found in tables):
             return False
-        moves, predicted = ([], 0.0) if self.planner is None else self.known.plan(tables, self.planner)
-        done = exchange(self.engine, self.channel, tables, moves, transfer=self.config.transfer)
+        moves, predicted, done = [], 0.0, Exchanged()
+        if self.config.transfer != "none":
+            moves, predicted = self.known.plan(tables, self.planner)
+            done = exchange(self.engine, self.channel, tables, moves, transfer=self.config.transfer)
         for rank, reason in done.refused:
             self.refusals.append((rank, reason))
             text = f"nothing moved at step {self._steps}: rank {rank} refused ({reason})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from equipoise.config import RolloutConfig
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.transfer.exchange import TRANSFERS
 
@@ -16,7 +17,7 @@ class RebalancerConfig:
         check_interval: decode steps between checks; a rank without requests waits for the next one.
         tiers: decode sizes in rows, falling; those of the engine.
         multi_graph: whether a step costs what its tier costs. False: one decode shape, moves are planned by counts.
-        transfer: "kv", the cache moves; "recompute", only tokens do.
+        transfer: "kv", the cache moves; "recompute", only tokens do; "none", nothing moves.
         min_gain: least predicted seconds that justify moving; counts once step times are known from ``profile``.
         profile: time decode steps, and let a move take place only where it pays by these times.
         profile_interval: decode steps between two that are timed.
@@ -39,14 +40,33 @@ class RebalancerConfig:
         for name in ("check_interval", "profile_interval"):
             if getattr(self, name) < 1:
                 raise InvalidInput(must(name, "be at least 1", getattr(self, name), "pass decode steps"))
-        if self.transfer not in TRANSFERS:
-            raise InvalidInput(must("transfer", f"be one of {list(TRANSFERS)}", self.transfer, "choose one"))
+        if self.transfer not in ("none", *TRANSFERS):
+            options = ["none", *TRANSFERS]
+            raise InvalidInput(must("transfer", f"be one of {options}", self.transfer, "choose one"))
         if not 0 <= self.min_gain < float("inf"):
             raise InvalidInput(must("min_gain", "be finite and at least 0", self.min_gain, "pass seconds"))
         if not self.tiers or self.tiers[-1] < 1 or list(self.tiers) != sorted(set(self.tiers), reverse=True):
             raise InvalidInput(
                 must("tiers", "fall from step to step", self.tiers, "pass for example (64, 32, 16, 8, 4)")
             )
+
+    @classmethod
+    def of(cls, node: RolloutConfig, *, timeout_s: float = 600.0) -> RebalancerConfig:
+        """From the node ``equipoise.rollout`` of a trainer's configuration.
+
+        >>> RebalancerConfig.of(RolloutConfig(check_interval=7)).check_interval
+        7
+        """
+        return cls(
+            check_interval=node.check_interval,
+            tiers=tuple(node.tiers),
+            multi_graph=node.multi_graph,
+            transfer=node.transfer,
+            min_gain=node.min_gain,
+            profile=node.profile,
+            profile_interval=node.profile_interval,
+            timeout_s=timeout_s,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

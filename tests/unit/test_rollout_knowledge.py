@@ -1,0 +1,124 @@
+"""When a rebalancer moves requests, from what ranks measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from equipoise.config import RolloutConfig
+from equipoise.errors import InvalidInput
+from equipoise.rollout.rebalance import plan_rebalance
+from equipoise.rollout.rebalancer_config import RebalancerConfig
+from equipoise.rollout.rebalancer_knowledge import Knowledge
+from equipoise.rollout.requests import Move
+from equipoise.rollout.transfer import EngineFacts, KVLayout
+from equipoise.rollout.transfer.wire import Row, Table
+
+TIERS = (8, 4, 2)
+FACTS = EngineFacts(
+    layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=8, dtype="float32"),
+    model="m",
+    tiers=TIERS,
+    slots=8,
+    free_blocks=100,
+    num_blocks=200,
+)
+TIMES = ((8, 400, 1.0), (8, 500, 1.0), (8, 600, 1.0), (4, 200, 0.5), (4, 250, 0.5), (4, 300, 0.5))
+FLAT = tuple((tier, context, 1.0) for tier, context, _ in TIMES)
+
+
+def tables(*counts: int, samples: Any = (), exchange_s: float = 0.0, **facts: Any) -> list[Table]:
+    made: list[Table] = []
+    for rank, count in enumerate(counts):
+        rows = tuple(
+            Row(
+                id=f"{rank}.{index}",
+                home=rank,
+                prompt=index,
+                num_tokens=60,
+                num_output=40,
+                num_cached=59,
+                running=True,
+                max_remaining=100,
+            )
+            for index in range(count)
+        )
+        mine = samples if rank == 0 else ()
+        changed = replace(FACTS, **facts)
+        made.append(Table(facts=changed, check=0, settings=0, rows=rows, samples=mine, exchange_s=exchange_s))
+    return made
+
+
+def moves(found: list[Table], **settings: Any) -> tuple[list[Move], float]:
+    known = Knowledge(RebalancerConfig(tiers=TIERS, **settings))
+    known.learn(found)
+    return known.plan(found, plan_rebalance)
+
+
+@pytest.mark.parametrize(
+    ("samples", "settings", "number"),
+    [
+        ((), {}, 4),  # nothing measured: by counts
+        (TIMES, {}, 4),
+        (FLAT, {}, 0),  # a lower tier is no faster
+        (FLAT, {"multi_graph": False}, 4),
+        (TIMES, {"min_gain": 1.0}, 4),
+        (TIMES, {"min_gain": 1e6}, 0),
+        (TIMES[:5], {"min_gain": 1e6}, 4),  # two steps of the lower tier are too few to judge it
+    ],
+)
+def test_moves_take_place_where_they_pay(samples: Any, settings: dict[str, Any], number: int) -> None:
+    found, predicted = moves(tables(8, 0, samples=samples), **settings)
+    assert len(found) == number
+    assert (predicted > 0) == (number > 0 and samples == TIMES and "multi_graph" not in settings)
+
+
+def test_the_predicted_saving_is_steps_times_what_the_tier_saves() -> None:
+    """All eight are expected to last 100 more tokens at most: half a second each."""
+    found = tables(8, 0, samples=TIMES)
+    known = Knowledge(RebalancerConfig(tiers=TIERS))
+    known.learn(found)
+    remaining = sorted(request.expected_remaining or 0.0 for request in known.requests(found)[0])
+    assert known.plan(found, plan_rebalance)[1] == pytest.approx(remaining[3] * 0.5)
+
+
+def test_an_exchange_that_took_long_is_held_against_the_next() -> None:
+    known = Knowledge(RebalancerConfig(tiers=TIERS))
+    found = tables(8, 0, samples=TIMES)
+    known.learn(found)
+    planned, _ = known.plan(found, plan_rebalance)
+    known.note_moves(found, planned)
+    known.learn(tables(8, 0, exchange_s=1e4))
+    assert known.plan(found, plan_rebalance) == ([], 0.0)
+
+
+@pytest.mark.parametrize("transfer", ["kv", "recompute"])
+def test_only_what_the_receiver_has_room_for_moves(transfer: str) -> None:
+    assert len(moves(tables(8, 0, free_blocks=17), transfer=transfer)[0]) == 2
+
+
+def test_a_planner_that_makes_requests_up_is_an_error() -> None:
+    known = Knowledge(RebalancerConfig(tiers=TIERS))
+    with pytest.raises(InvalidInput, match="move of request 'x' must start where the request is"):
+        known.plan(tables(2, 0), lambda *_, **__: [Move(0, 1, "x")])
+
+
+def test_defaults_are_those_of_the_configuration() -> None:
+    assert RebalancerConfig.of(RolloutConfig(transfer="kv")) == RebalancerConfig()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"check_interval": 0}, "check_interval must be at least 1"),
+        ({"tiers": (4, 8)}, "tiers must fall"),
+        ({"transfer": "mail"}, "transfer must be one of"),
+        ({"min_gain": float("nan")}, "min_gain must be finite"),
+        ({"profile_interval": 0}, "profile_interval must be at least 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        RebalancerConfig(**change)
