@@ -61,11 +61,19 @@ if TYPE_CHECKING:
     from equipoise.plan import plan_step as plan_step
     from equipoise.plan import required_batch_multiple as required_batch_multiple
     from equipoise.rollout.expect import LengthModel as LengthModel
+    from equipoise.rollout.hf import DecodeConfig as DecodeConfig
+    from equipoise.rollout.hf import DecodeEngine as DecodeEngine
     from equipoise.rollout.rebalance import plan_rebalance as plan_rebalance
+    from equipoise.rollout.rebalancer import RolloutRebalancer as RolloutRebalancer
+    from equipoise.rollout.rebalancer_config import RebalancerConfig as RebalancerConfig
     from equipoise.rollout.requests import Move as Move
     from equipoise.rollout.requests import Request as Request
     from equipoise.rollout.spread import spread_siblings as spread_siblings
     from equipoise.rollout.step_time import StepTime as StepTime
+    from equipoise.rollout.transfer import MovableEngine as MovableEngine
+    from equipoise.rollout.transfer import RequestState as RequestState
+    from equipoise.rollout.transfer import Sampling as Sampling
+    from equipoise.rollout.transfer.channel import RankLost as RankLost
     from equipoise.rollout.worth import TransferCost as TransferCost
     from equipoise.workload import CostModel as CostModel
     from equipoise.workload import FittedCost as FittedCost
@@ -136,6 +144,14 @@ _HOME = {
     "PaddedCost": "equipoise.workload",
     "TokenCost": "equipoise.workload",
     "TransformerCost": "equipoise.workload",
+    "DecodeConfig": "equipoise.rollout.hf",
+    "DecodeEngine": "equipoise.rollout.hf",
+    "RolloutRebalancer": "equipoise.rollout.rebalancer",
+    "RebalancerConfig": "equipoise.rollout.rebalancer_config",
+    "MovableEngine": "equipoise.rollout.transfer",
+    "RequestState": "equipoise.rollout.transfer",
+    "Sampling": "equipoise.rollout.transfer",
+    "RankLost": "equipoise.rollout.transfer.channel",
 }
 
 __version__ = "0.1.0"
@@ -145,6 +161,8 @@ __all__ = [
     "Advantages",
     "BaseEngine",
     "CostModel",
+    "DecodeConfig",
+    "DecodeEngine",
     "EngineConfig",
     "EngineOutput",
     "EngineRegistry",
@@ -157,6 +175,7 @@ __all__ = [
     "LengthModel",
     "LossDenominators",
     "Metric",
+    "MovableEngine",
     "Move",
     "OptimizerConfig",
     "PaddedCost",
@@ -165,7 +184,12 @@ __all__ = [
     "PolicyConfig",
     "PolicyInputs",
     "PolicyLoss",
+    "RankLost",
+    "RebalancerConfig",
     "Request",
+    "RequestState",
+    "RolloutRebalancer",
+    "Sampling",
     "SelectedTokens",
     "StepPlan",
     "StepSpec",
