@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -156,6 +159,36 @@ def test_logits_of_the_whole_row_are_never_made_nor_saved(dtype: torch.dtype, so
     with Largest() as largest:
         torch.log_softmax(hidden @ weight.T, -1)
     assert largest.numel == tokens * vocab  # the ruler measures what it should
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Most bytes that torch holds during the call above those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        call()
+    assert seen.profiler is not None
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(held))
+
+
+@pytest.mark.parametrize(
+    ("with_entropy", "learns", "chunks"), [(False, False, 1), (True, False, 1), (False, True, 1), (True, True, 2)]
+)
+def test_holds_logits_of_one_chunk_and_no_copy_that_is_not_needed(
+    with_entropy: bool, learns: bool, chunks: int
+) -> None:
+    tokens, vocab, chunk = 1024, 500, 256
+    hidden, weight = (torch.randn(n, 4, requires_grad=learns) for n in (tokens, vocab))
+    labels = torch.randint(0, vocab, (tokens,))
+
+    def call() -> None:
+        log_probs, entropy = token_log_probs(hidden, weight, labels, chunk_tokens=chunk, with_entropy=with_entropy)
+        if learns:
+            (log_probs.sum() if entropy is None else log_probs.sum() + entropy.sum()).backward()
+
+    call()
+    logits = chunk * vocab * 4
+    assert chunks * logits <= peak_bytes(call) < (chunks + 0.5) * logits  # 64 tokens at a time are reduced
 
 
 def test_half_precision_is_summed_in_float32() -> None:

@@ -18,6 +18,8 @@ from equipoise.errors import InvalidInput, must
 IGNORE = -100
 """The label of a position that predicts nothing: its log-probability is 0 and has no gradient."""
 
+_BLOCK = 64  # tokens that are reduced at once: reductions hold a copy of what they are given
+
 
 def next_token_labels(input_ids: torch.Tensor, cu_seqlens: torch.Tensor | Sequence[int]) -> torch.Tensor:
     """The token that each position predicts: the next one of its sequence, :data:`IGNORE` at the last of each.
@@ -168,11 +170,12 @@ class _TokenLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in head.slices(hidden.shape[0]):
                 logits = head.logits(hidden[rows].to(operand.dtype), operand, bias)
-                log_z[rows] = torch.logsumexp(logits, -1)
+                log_z[rows] = torch.cat([torch.logsumexp(block, -1) for block in logits.split(_BLOCK)])
                 chosen = logits.gather(-1, labels[rows].clamp(min=0)[:, None])[:, 0]
                 log_probs[rows] = (chosen - log_z[rows]).masked_fill(labels[rows] == IGNORE, 0.0)
                 if entropy is not None:
                     entropy[rows] = _entropy_(logits, log_z[rows])
+                del logits  # before those of the next chunk are made
         ctx.save_for_backward(hidden, weight, bias, labels, log_z, entropy)
         ctx.head = head
         return log_probs, entropy
@@ -208,6 +211,7 @@ class _TokenLogProbs(torch.autograd.Function):
                     grad_hidden[rows] = _product(grad, operand).to(hidden.dtype)
                 if grad_weight is not None:
                     _add_product_(grad_weight, grad.t(), inputs)
+                del logits, grad  # before those of the next chunk are made
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -219,7 +223,7 @@ class _TokenLogProbs(torch.autograd.Function):
 def _entropy_(logits: torch.Tensor, log_z: torch.Tensor) -> torch.Tensor:
     """Entropies ``(tokens,)``; overwrites ``logits``."""
     log_p = _log_p_(logits, log_z)
-    return -(log_p.exp().mul_(log_p)).sum(-1)
+    return torch.cat([-(block.exp().mul_(block)).sum(-1) for block in log_p.split(_BLOCK)])
 
 
 def _log_p_(logits: torch.Tensor, log_z: torch.Tensor) -> torch.Tensor:
@@ -237,11 +241,11 @@ def _grad_logits(
 ) -> torch.Tensor:
     r""":math:`g (1_y - p) - g_H p (\log p + H)`, ``(tokens, vocab)``; overwrites ``logits``."""
     log_p = _log_p_(logits, log_z)
-    grad = log_p.exp()
     if entropy is None:
-        grad.mul_(grad_log_probs.neg()[:, None])
+        grad = log_p.exp_().mul_(grad_log_probs.neg()[:, None])
     else:
         value, upstream = entropy
+        grad = log_p.exp()
         grad.mul_(log_p.add_(value[:, None]).mul_(upstream[:, None]).add_(grad_log_probs[:, None]).neg_())
     return grad.scatter_add_(-1, labels.clamp(min=0)[:, None], grad_log_probs[:, None])
 
