@@ -129,7 +129,12 @@ def check_room(num_running: int, slots: IntArray) -> None:
 
 
 def gather(
-    requests: list[Request], held: IntArray, moved: Collection[Hashable] = (), *, sizes_only: bool = False
+    requests: list[Request],
+    held: IntArray,
+    moved: Collection[Hashable] = (),
+    *,
+    with_tokens: bool = True,
+    with_lengths: bool = True,
 ) -> Group:
     """The arrays of these requests, of which each rank holds so many.
 
@@ -137,20 +142,23 @@ def gather(
         requests: in rank order.
         held: how many of them each rank holds, shape (ranks,).
         moved: ids of those that moved before.
-        sizes_only: leave ``num_tokens`` at 0 where nothing asks for it: no request has an expected length.
+        with_tokens: False leaves ``num_tokens`` at 0 where expected lengths do not need it.
+        with_lengths: whether expected lengths matter even if none is known.
     """
     count = len(requests)
     cache = np.array([each.kv_tokens if each.running else -1 for each in requests], dtype=np.int64)
     expected = [each.expected_remaining for each in requests]
-    known = not sizes_only or any(left is not None for left in expected)
+    some = any(left is not None for left in expected)
+    remaining = np.array(expected if some else np.full(count, np.nan), dtype=np.float64)
+    asked = with_tokens or ((some or with_lengths) and bool(np.isnan(remaining).any()))
     before = frozenset(moved)
     marks = [each.id in before for each in requests] if before else np.zeros(count, np.bool_)
     return Group(
         held=held,
         kv_tokens=np.maximum(cache, 0),
-        num_tokens=np.array([each.num_tokens for each in requests] if known else np.zeros(count), dtype=np.int64),
+        num_tokens=np.array([each.num_tokens for each in requests] if asked else np.zeros(count), dtype=np.int64),
         running=cache >= 0,
-        remaining=np.array(expected if known else np.full(count, np.nan), dtype=np.float64),
+        remaining=remaining,
         moved=np.asarray(marks, dtype=np.bool_),
     )
 

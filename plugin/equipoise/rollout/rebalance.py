@@ -59,9 +59,19 @@ class Terms:
             raise InvalidInput(must("victims", f"be one of {', '.join(VICTIMS)}", self.victims, "choose one"))
 
     @property
+    def needs_lengths(self) -> bool:
+        """Whether expected lengths decide more than ties."""
+        return self.step_time is not None or self.victims == "longest"
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a request's tokens matter besides its KV tokens."""
+        return bool((self.kv_capacity < NO_LIMIT).any()) or self.transfer.prefill_s_per_token > 0
+
+    @property
     def looks_at_counts_only(self) -> bool:
         """Whether only requests of crowded ranks need to be looked at."""
-        return self.step_time is None and self.victims == "kv" and bool((self.kv_capacity >= NO_LIMIT).all())
+        return not (self.needs_lengths or self.needs_tokens)
 
 
 def plan_rebalance(
@@ -146,7 +156,8 @@ def plan_rebalance(
     everyone = not terms.looks_at_counts_only
     looked_at: IntArray = held if everyone else np.where(held > low, held, 0)
     flat = [request for requests, size in zip(ranks, looked_at.tolist(), strict=True) if size for request in requests]
-    moving, to = plan_group(gather(flat, looked_at, moved_before, sizes_only=not everyone), terms, held=held)
+    wanted = {"with_tokens": terms.needs_tokens, "with_lengths": terms.needs_lengths}
+    moving, to = plan_group(gather(flat, looked_at, moved_before, **wanted), terms, held=held)
     sender = np.repeat(iota(held.size), looked_at)[moving]
     leaving: list[Request] = [flat[i] for i in moving.tolist()]
     return [

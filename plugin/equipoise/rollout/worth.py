@@ -11,7 +11,7 @@ from equipoise._arrays import FloatArray, IntArray, int_sums, sums
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.group import Group
 
-_HALVINGS = 24
+_HALVINGS = 14
 
 StepTime = Callable[[int, float], float]
 """Seconds of one decode step from the tier and the KV tokens of the fullest rank."""
@@ -100,7 +100,8 @@ def _steps_until(group: Group, tier: int) -> float:
         return 0.0
     mine = over[group.rank]
     rank, mean = group.rank[mine], np.maximum(group.expected()[mine], 1.0)
-    low, high = np.zeros(group.num_ranks), sums(rank, mean, group.num_ranks) * np.log(np.maximum(group.held, 2))
+    low = np.zeros(group.num_ranks)
+    high = float(mean.max()) * np.log(np.maximum(group.held / tier, 1.0))  # as if all lasted as long as the longest
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         more = sums(rank, np.exp(-middle[rank] / mean), group.num_ranks) > tier
