@@ -165,8 +165,8 @@ def peak_bytes(call: Callable[[], object]) -> int:
     """Most bytes that torch holds during the call above those before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
-    assert seen.profiler is not None
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    profiler: Any = seen.profiler
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     held = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(itertools.accumulate(held))
 
