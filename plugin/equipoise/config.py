@@ -3,13 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast, get_args, get_type_hints
 
 from equipoise.errors import InvalidConfig, must, nearest
 
 Planner = Literal["equipoise", "verl"]
 Cost = Literal["transformer", "token", "model", "fitted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """The node ``equipoise.rollout``: where requests are decoded, and which of them move."""
+
+    enable: bool = False
+    """True: requests go where the fewest tokens are expected, and unfinished ones move from crowded replicas to idle
+    ones."""
+
+    check_interval: int = 100
+    """Decode steps between checks whether requests should move."""
+
+    tiers: list[int] = field(default_factory=lambda: [64, 32, 16, 8, 4])
+    """Decode sizes in requests, falling. Requests move where the fullest replica then fits a smaller one."""
+
+    multi_graph: bool = True
+    """False: one decode shape; moves are planned by counts of requests and not by times of tiers."""
+
+    transfer: Literal["none", "recompute", "kv"] = "recompute"
+    """How a request moves: not at all, as tokens that the receiver prefills, or with its cache."""
+
+    min_gain: float = 0.0
+    """Least predicted seconds that justify moving; counts once step times are known from ``profile``."""
+
+    profile: bool = True
+    """Measure the time of a decode step at each tier, and let requests move only where that pays."""
+
+    profile_interval: int = 4
+    """Measurements that are skipped from one that is kept to the next, plus one."""
+
+    def __post_init__(self) -> None:
+        _check_kinds(self, "equipoise.rollout")
+        for name in ("check_interval", "profile_interval"):
+            value = getattr(self, name)
+            if not _is_int(value) or value < 1:
+                rule = "be a whole number of at least 1"
+                raise InvalidConfig(must(f"equipoise.rollout.{name}", rule, value, "mend the override"))
+        gain: Any = self.min_gain
+        if isinstance(gain, bool) or not isinstance(gain, (int, float)) or not 0 <= gain < float("inf"):
+            raise InvalidConfig(must("equipoise.rollout.min_gain", "be a number of at least 0", gain, "pass seconds"))
+        given: Any = self.tiers
+        tiers = list(cast("list[Any]", given)) if isinstance(given, (list, tuple)) else []
+        whole = bool(tiers) and all(_is_int(tier) and tier >= 1 for tier in tiers)
+        if not whole or tiers != sorted(set(tiers), reverse=True):
+            rule = "be whole numbers of at least 1 that fall from one to the next"
+            raise InvalidConfig(must("equipoise.rollout.tiers", rule, self.tiers, "use [64,32,16,8,4]"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +116,11 @@ class EquipoiseConfig:
     check_patch_points: bool = True
     """False: attach to a verl whose patched functions differ from those that were tested. At your own risk."""
 
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Where requests are decoded; off by default."""
+
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in fields(self):
-            value, hint = getattr(self, field.name), hints[field.name]
-            options = get_args(hint)
-            if options and isinstance(options[0], str) and value not in options:
-                rule = f"be one of {list(options)}"
-                raise InvalidConfig(must(f"equipoise.{field.name}", rule, value, nearest(str(value), options)))
-            if hint is bool and not isinstance(value, bool):
-                raise InvalidConfig(must(f"equipoise.{field.name}", "be true or false", value, "mend the override"))
+        _check_kinds(self, "equipoise")
         for name in ("cost_linear", "cost_quadratic"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
@@ -135,12 +177,36 @@ class EquipoiseConfig:
             raise InvalidConfig(
                 must("equipoise", "be a configuration node", node, "write +equipoise=default on the command line")
             )
-        values = {str(key): value for key, value in cast("Mapping[Any, Any]", node).items()}
-        known = [field.name for field in fields(cls)]
-        for key, value in values.items():
-            if key not in known:
-                raise InvalidConfig(must(f"equipoise.{key}", "be a known key", value, nearest(key, known)))
+        values = _known_values(cls, node, "equipoise")
+        rollout = values.get("rollout", {})
+        if not isinstance(rollout, Mapping):
+            remedy = "write equipoise.rollout.enable=true"
+            raise InvalidConfig(must("equipoise.rollout", "be a configuration node", rollout, remedy))
+        values["rollout"] = RolloutConfig(**_known_values(RolloutConfig, rollout, "equipoise.rollout"))
         return cls(**values)
+
+
+def _known_values(cls: type[Any], node: Any, where: str) -> dict[str, Any]:
+    """The node as keyword arguments of the dataclass; an unknown key is an error."""
+    values = {str(key): value for key, value in cast("Mapping[Any, Any]", node).items()}
+    known = [each.name for each in fields(cls)]
+    for key, value in values.items():
+        if key not in known:
+            raise InvalidConfig(must(f"{where}.{key}", "be a known key", value, nearest(key, known)))
+    return values
+
+
+def _check_kinds(config: EquipoiseConfig | RolloutConfig, where: str) -> None:
+    """Names are among their options, and switches are true or false."""
+    hints = get_type_hints(type(config))
+    for each in fields(config):
+        value, hint = getattr(config, each.name), hints[each.name]
+        options = get_args(hint)
+        if options and isinstance(options[0], str) and value not in options:
+            rule = f"be one of {list(options)}"
+            raise InvalidConfig(must(f"{where}.{each.name}", rule, value, nearest(str(value), options)))
+        if hint is bool and not isinstance(value, bool):
+            raise InvalidConfig(must(f"{where}.{each.name}", "be true or false", value, "mend the override"))
 
 
 def _is_int(value: Any) -> bool:

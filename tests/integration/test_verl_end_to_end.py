@@ -47,10 +47,19 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     ),
     "ppo": (2, PPO),
     "ppo+": (2, [*ON, *PPO]),
-    # 6 prompts × 4 rows against mini-batches of 16 rows: 8 padding rows
+    # 6 prompts × 4 rows against mini-batches of 16 rows: 8 padding rows; and requests that move between 4 replicas
     "padding+": (
         4,
-        [*ON, "data.train_batch_size=6", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"],
+        [
+            *ON,
+            "data.train_batch_size=6",
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+            "equipoise.rollout.enable=true",
+            "equipoise.rollout.check_interval=1",
+            "equipoise.rollout.tiers=[8,4,2,1]",
+            "equipoise.rollout.profile=false",
+            "data.max_response_length=96",
+        ],
     ),
     # with a cost that is refitted: rows of uneven length, in updates that take time by the token
     "colocate_async+": (
@@ -70,7 +79,10 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     ),
 }
 STEPS = {name: 3 if name == "colocate_async+" else 2 for name in RUNS}
-ENV = {"colocate_async+": {"EQUIPOISE_CPU_LEN_SKEW": "2", "PYTHONPATH": str(Path(slow_tokens.__file__).parent)}}
+ENV = {
+    "colocate_async+": {"EQUIPOISE_CPU_LEN_SKEW": "2", "PYTHONPATH": str(Path(slow_tokens.__file__).parent)},
+    "padding+": {"EQUIPOISE_CPU_LEN_SKEW": "2"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +193,24 @@ def test_a_batch_that_needs_padding_is_padded_with_two_tokens_a_row(pool: dict[s
         for step in range(record["num_mini_batches"]):
             rows = [i for rank in record["micro_batches"] for m in rank[step] for i in m]
             assert sum(not record["is_padding"][i] for i in rows) == 12
+
+
+def test_requests_are_routed_by_tokens_and_move(pool: dict[str, Future[Completed]]) -> None:
+    run = finished(pool, "padding+")
+    assert run.log.read_text(errors="replace").count("equipoise: routes requests by expected tokens") == 1
+    steps = training(run)
+    for row in steps:
+        figures = {key.removeprefix("equipoise/rollout/"): value for key, value in row.items() if "/rollout/" in key}
+        assert figures["requests"] == 24 + figures["moves"]
+        assert figures["requests_per_replica_min"] >= 5  # 24 requests on 4 replicas
+        assert 0 < figures["idle_share"] < 1
+        assert figures["outstanding_max_over_mean"] >= 1
+        assert figures["length_error"] >= 0
+        assert figures["moves"] <= figures["moves_planned"]
+    assert sum(row["equipoise/rollout/moves"] for row in steps) >= 1
+    assert max(row["training/rollout_probs_diff_max"] for row in steps) < 1e-5  # also of responses that moved
+    for name in ("grpo+", "grpo"):
+        assert not any("/rollout/" in key for row in finished(pool, name).metrics for key in row)
 
 
 def test_the_cost_is_refitted_to_measured_times_and_plans_the_last_step(pool: dict[str, Future[Completed]]) -> None:

@@ -38,9 +38,18 @@ def test_there_are_the_promised_presets() -> None:
 
 
 def test_any_field_can_be_overridden_without_a_plus() -> None:
-    for key, value in asdict(eq.EquipoiseConfig()).items():
+    defaults = asdict(eq.EquipoiseConfig())
+    rollout = defaults.pop("rollout")
+    for key, value in [*defaults.items(), *((f"rollout.{key}", value) for key, value in rollout.items())]:
         text = "null" if value is None else str(value).lower()
-        assert compose("+equipoise=default", f"equipoise.{key}={text}")["equipoise"][key] == value
+        node = compose("+equipoise=default", f"equipoise.{key}={text}")["equipoise"]
+        assert (node["rollout"] if key.startswith("rollout.") else node)[key.removeprefix("rollout.")] == value
+
+
+def test_the_rollout_node_is_read_in_part_or_whole() -> None:
+    part = eq.EquipoiseConfig.from_node({"rollout": {"enable": True, "tiers": [8, 2]}})
+    assert (part.rollout.enable, part.rollout.tiers, part.rollout.check_interval) == (True, [8, 2], 100)
+    assert not eq.EquipoiseConfig.from_node({}).rollout.enable
 
 
 @pytest.mark.parametrize(
@@ -55,6 +64,16 @@ def test_any_field_can_be_overridden_without_a_plus() -> None:
         ({"min_row_tokens": 1}, ["equipoise.min_row_tokens must be null or at least 2", "got 1"]),
         ({"seed": -1}, ["equipoise.seed", "-1"]),
         ({"record": 3}, ["equipoise.record", "3"]),
+        ({"rollout": {"check_intervall": 3}}, ["equipoise.rollout.check_intervall", "did you mean 'check_interval'"]),
+        ({"rollout": {"enable": 1}}, ["equipoise.rollout.enable must be true or false", "got 1"]),
+        ({"rollout": {"transfer": "copy"}}, ["equipoise.rollout.transfer must be one of", "'recompute'", "'copy'"]),
+        ({"rollout": {"tiers": [4, 8]}}, ["equipoise.rollout.tiers", "fall", "[4, 8]"]),
+        ({"rollout": {"tiers": []}}, ["equipoise.rollout.tiers", "got []"]),
+        ({"rollout": {"tiers": 8}}, ["equipoise.rollout.tiers", "got 8"]),
+        ({"rollout": {"check_interval": 0}}, ["equipoise.rollout.check_interval", "at least 1", "got 0"]),
+        ({"rollout": {"profile_interval": 2.5}}, ["equipoise.rollout.profile_interval", "whole number", "2.5"]),
+        ({"rollout": {"min_gain": -1}}, ["equipoise.rollout.min_gain must be a number of at least 0", "got -1"]),
+        ({"rollout": True}, ["equipoise.rollout must be a configuration node", "equipoise.rollout.enable=true"]),
         ("default", ["equipoise must be a configuration node", "'default'", "Hydra did not find the group"]),
         ([1], ["equipoise must be a configuration node", "[1]"]),
     ],

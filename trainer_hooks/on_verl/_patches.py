@@ -15,6 +15,11 @@ verl 0.9.1. Four names are replaced, all others are only called or relied on:
   Until verl reports times of its own.
 
 ``undo`` puts all four back.
+
+With ``equipoise.rollout.enable=true`` (``rollout.py``) ``rollout.router_config_path`` names a router of the plugin's,
+and ``get_llm_client`` of the trainer instance (verl/trainer/ppo/v1/trainer_base.py:396) returns a subclass of the
+client that verl would have returned (verl/workers/rollout/llm_server.py): verl's client does not tell a router how long
+a response was, and the synchronous one does not go on with an aborted request. Until it does both.
 """
 
 # verl is not typed; its objects are Any here and everything that comes from it is checked before use.
@@ -85,16 +90,34 @@ POINTS: tuple[PatchPoint, ...] = (
     PatchPoint("verl.workers.engine_workers", "TrainingWorker._postprocess_output", "e3714152bf408270"),
 )
 
+_SERVERS = "verl.workers.rollout.llm_server"
+_ROUTER = "verl.workers.rollout.router"
+ROLLOUT_POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(_TRAINER, "PPOTrainer.get_llm_client", "5b57346bf245a36f"),
+    PatchPoint(_SERVERS, "LLMServerClient.__init__", "94b29e341c1d3965"),
+    PatchPoint(_SERVERS, "LLMServerClient.generate", "77d32d130980684b"),
+    PatchPoint(_SERVERS, "LLMServerClient._acquire_server", "7d30ed04debb93a8"),
+    PatchPoint(_SERVERS, "LLMServerClient._release_server", "92583fadc65550ff"),
+    PatchPoint(_SERVERS, "LLMServerClient._vllm_request_id", "d2bb77982e2c9b1d"),
+    PatchPoint(_SERVERS, "FullyAsyncLLMServerClient.__init__", "cab5a5c7a841583e"),
+    PatchPoint(_SERVERS, "FullyAsyncLLMServerClient.generate", "108094b2822c87a2"),
+    PatchPoint(_SERVERS, "FullyAsyncLLMServerClient._acquire_server", "90dfd3c341e16a72"),
+    PatchPoint(_SERVERS, "LLMServerManager._init_global_load_balancer", "7952eed6d7f6c453"),
+    PatchPoint(_SERVERS, "LLMServerManager.get_client", "2c161e3757068a64"),
+    PatchPoint(_ROUTER, "get_router_handle", "05e2b3314e7398a4"),
+    PatchPoint(_ROUTER, "_create_plugin_extension", "00a2f888c92a8d11"),
+)
+
 WIRE_KEY = "equipoise_plan"  # of the plan in a batch's extra information
 CLOCK_KEY = "equipoise_clock"  # of the timed micro-batches in a mini-batch
 TIMES_KEY = "equipoise_seconds"  # of their seconds in the metrics of an update
 _undo: list[Callable[[], None]] = []
 
 
-def changed_points() -> list[str]:
-    """What differs from the tested verl, one line each."""
+def changed_points(*, rollout: bool = True) -> list[str]:
+    """What differs from the tested verl, one line each; also for ``equipoise.rollout``."""
     lines: list[str] = []
-    for point in POINTS:
+    for point in (*POINTS, *(ROLLOUT_POINTS if rollout else ())):
         try:
             found = point.found()
         except ImportError as error:
@@ -104,13 +127,16 @@ def changed_points() -> list[str]:
     return lines
 
 
-def check_points() -> None:
+def check_points(*, rollout: bool = False) -> None:
     """Refuse a verl that is not what the hook was written for.
+
+    Args:
+        rollout: also look at what ``equipoise.rollout`` relies on.
 
     Raises:
         PatchMismatch: a function that the hook replaces or relies on has another source.
     """
-    lines = changed_points()
+    lines = changed_points(rollout=rollout)
     if lines:
         verl: Any = importlib.import_module("verl")
         raise PatchMismatch(
@@ -134,8 +160,10 @@ def patch_trainer(module: ModuleType) -> None:
             original(self, config, *args, **kwargs)
             return
         from equipoise.trainer_hooks.on_verl.driver import attach, read_config
+        from equipoise.trainer_hooks.on_verl.rollout import choose_router
 
         settings = read_config(config)
+        choose_router(config, settings)
         original(self, config, *args, **kwargs)
         attach(self, settings)
 

@@ -118,7 +118,7 @@ def check_patch_points() -> str:
     lines = _patches.changed_points()
     if lines:
         raise EquipoiseError("\n     ".join(["verl's code differs from the tested one:", *lines]))
-    return f"{len(_patches.POINTS)} functions of verl are as tested"
+    return f"{len(_patches.POINTS) + len(_patches.ROLLOUT_POINTS)} functions of verl are as tested"
 
 
 def check_attached() -> str:

@@ -27,6 +27,7 @@ from equipoise.plan import StepPlan, plan_step, required_batch_multiple
 from equipoise.trainer_hooks.on_verl import _patches
 from equipoise.trainer_hooks.on_verl.record import Recorder
 from equipoise.trainer_hooks.on_verl.refit import OnlineFit, measured_calls
+from equipoise.trainer_hooks.on_verl.rollout import attach_rollout
 from equipoise.trainer_hooks.on_verl.rows import StepRows, neutral_order
 from equipoise.trainer_hooks.on_verl.settings import (
     Stage,
@@ -65,7 +66,7 @@ def read_config(config: Any) -> EquipoiseConfig:
     if settings.enable:
         _check_early(config)
         if settings.check_patch_points:
-            _patches.check_points()
+            _patches.check_points(rollout=settings.rollout.enable)
     return settings
 
 
@@ -105,9 +106,11 @@ def attach(trainer: Any, config: EquipoiseConfig) -> None:
     trainer.init = init
     if config.planner == "verl":
         trainer._balance_batch = functools.partial(planner.measure, original_balance)
+        attach_rollout(trainer, config)
         logger.info("equipoise: measures verl's own balancing (planner=verl); nothing else is attached")
         return
     trainer._balance_batch = planner.balance
+    attach_rollout(trainer, config)
     for stage, name in _METHODS.items():
         setattr(trainer, name, functools.partial(planner.run, stage, getattr(trainer, name)))
     logger.info(

@@ -35,10 +35,14 @@ class Request:
     """Sample among the k likeliest; -1 or 0 for all."""
     top_p: float = 1.0
     """Sample among the likeliest that together have this probability."""
+    generated: int = 0
+    """Tokens at the end of the prompt that were sampled with this seed already; their random numbers are skipped."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise InvalidInput(must("prompt", "have a token", self.prompt, "pass at least one"))
+        if not 0 <= self.generated < len(self.prompt):
+            raise InvalidInput(must("generated", "leave a prompt", self.generated, "pass tokens at the prompt's end"))
         if self.max_new_tokens < 1:
             raise InvalidInput(must("max_new_tokens", "be at least 1", self.max_new_tokens, "raise the limit"))
         if self.temperature < 0:
@@ -69,6 +73,8 @@ def generate(
     stop_ids: Collection[int],
     pad_id: int,
     compact: bool = True,
+    is_aborted: Callable[[int], bool] = lambda _: False,
+    on_closed: Callable[[int, Completion], None] = lambda _row, _completion: None,
 ) -> list[Completion]:
     """Continue every request until a stop token or its limit.
 
@@ -79,6 +85,8 @@ def generate(
         stop_ids: tokens that end a continuation; they are part of it.
         pad_id: fills the left of short prompts; masked, so any token does.
         compact: drop finished rows from the batch and the cache. Changes the cost, not the tokens.
+        is_aborted: asked for each open request before every token; True leaves that one unfinished.
+        on_closed: called with a request's number and completion as soon as it has finished or was aborted.
 
     Returns:
         One completion per request, in order.
@@ -88,6 +96,11 @@ def generate(
         return done
     batch = _Batch(requests, pad_id)
     while batch.rows and not should_stop():
+        for row in [row for row in batch.open if is_aborted(row)]:
+            batch.open.discard(row)
+            on_closed(row, done[row])
+        if not batch.open:
+            break
         logits = batch.step(model)
         tokens, log_probs = batch.sample(logits)
         for slot, row in enumerate(batch.rows):
@@ -98,6 +111,7 @@ def generate(
             if tokens[slot] in stop_ids or len(done[row].token_ids) >= requests[row].max_new_tokens:
                 done[row].finished = True
                 batch.open.discard(row)
+                on_closed(row, done[row])
         batch.append(tokens)
         if not batch.open:
             break
@@ -113,7 +127,7 @@ class _Batch:
         self.requests = requests
         self.rows = list(range(len(requests)))
         self.open = set(self.rows)
-        self.generators = [torch.Generator().manual_seed(request.seed) for request in requests]
+        self.generators = [_stream(request) for request in requests]
         width = max(len(request.prompt) for request in requests)
         self.input_ids = torch.full((len(requests), width), pad_id)
         self.mask = torch.zeros((len(requests), width), dtype=torch.long)
@@ -166,6 +180,13 @@ class _Batch:
         for layer in layers:
             layer.keys = layer.keys[keep, :, first:]
             layer.values = layer.values[keep, :, first:]
+
+
+def _stream(request: Request) -> torch.Generator:
+    generator = torch.Generator().manual_seed(request.seed)
+    for _ in range(request.generated):
+        torch.rand((), generator=generator, dtype=torch.float64)
+    return generator
 
 
 def _truncate(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:

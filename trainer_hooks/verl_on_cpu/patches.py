@@ -22,6 +22,7 @@ from equipoise.trainer_hooks._imports import when_imported
 ROLLOUT_NAME = "hf_cpu"
 POLL_INTERVAL_S = 0.1
 STREAM_KEY = "equipoise_stream"
+GENERATED_KEY = "equipoise_generated"  # tokens at the end of a prompt that were sampled elsewhere
 
 _ROOM = __package__
 

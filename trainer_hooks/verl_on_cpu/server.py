@@ -35,8 +35,8 @@ from verl.workers.rollout.replica import TokenOutput
 
 from equipoise.errors import InvalidConfig, InvalidInput, must
 from equipoise.trainer_hooks.verl_on_cpu.generate import Completion, Request, generate
-from equipoise.trainer_hooks.verl_on_cpu.patches import STREAM_KEY
-from equipoise.trainer_hooks.verl_on_cpu.serving import BatchQueue
+from equipoise.trainer_hooks.verl_on_cpu.patches import GENERATED_KEY, STREAM_KEY
+from equipoise.trainer_hooks.verl_on_cpu.serving import BatchQueue, Control
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -74,7 +74,8 @@ def read_request(
     """Request behind verl's sampling parameters; one that would be ignored is an error.
 
     Args:
-        prompt_ids: tokens of the prompt.
+        prompt_ids: tokens of the prompt; under ``GENERATED_KEY`` the parameters say how many at its end were sampled
+            elsewhere, and the sample goes on as it would have gone on there.
         sampling_params: as verl's agent loops pass them.
         seed: of the server.
         max_new_tokens: limit where the parameters have none, and never exceeded.
@@ -82,9 +83,10 @@ def read_request(
     """
     params = dict(sampling_params)
     prompt = tuple(int(token) for token in prompt_ids)
-    seed = stream_seed(seed, prompt, params.pop(STREAM_KEY, stream))
+    generated = int(params.pop(GENERATED_KEY, 0))
+    seed = stream_seed(seed, prompt[: len(prompt) - generated], params.pop(STREAM_KEY, stream))
     limits = [params.pop(name, None) for name in ("max_tokens", "max_new_tokens")]
-    limit = min([max_new_tokens, *(int(given) for given in limits if given is not None)])
+    limit = min([max_new_tokens, *(int(given) + generated for given in limits if given is not None)])
     params.pop("logprobs", None)
     penalty = params.pop("repetition_penalty", 1.0)
     if penalty != 1.0:
@@ -92,8 +94,8 @@ def read_request(
     known = {name: params.pop(name) for name in ("temperature", "top_k", "top_p") if name in params}
     if params:
         raise InvalidInput(must("sampling_params", "be known", sorted(params), "hf_cpu would ignore these"))
-    limit = skewed_limit(limit, seed, os.environ.get("EQUIPOISE_CPU_LEN_SKEW"))
-    return Request(prompt=prompt, max_new_tokens=limit, seed=seed, **known)
+    limit = skewed_limit(limit, seed, os.environ.get("EQUIPOISE_CPU_LEN_SKEW")) - generated
+    return Request(prompt=prompt, max_new_tokens=limit, seed=seed, generated=generated, **known)
 
 
 class HFCPUServer:
@@ -109,13 +111,16 @@ class HFCPUServer:
             model_config.local_path, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
         stop_ids, pad_id = _special_tokens(model_config)
-        self.queue = BatchQueue(
-            functools.partial(generate, self.model, stop_ids=set() if config.ignore_eos else stop_ids, pad_id=pad_id),
-            max_batch=config.max_num_seqs,
+        self._sample = functools.partial(
+            generate, self.model, stop_ids=set() if config.ignore_eos else stop_ids, pad_id=pad_id
         )
+        self.queue = BatchQueue(self._answer, max_batch=config.max_num_seqs)
         self.global_steps: int | None = None
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._missing: set[str] | None = None
+
+    def _answer(self, requests: Sequence[Request], control: Control) -> list[Completion]:
+        return self._sample(requests, control, is_aborted=control.is_aborted, on_closed=control.close)
 
     async def ready(self) -> None:
         """Return once the model is loaded."""
@@ -132,6 +137,10 @@ class HFCPUServer:
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         """Hand back what every request has got so far; hold or reject later ones until :meth:`resume_generation`."""
         await self.queue.abort("abort", reject=reject_request)
+
+    async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
+        """Hand back what one request has got so far, as verl's vLLM server does; there is no prefix cache."""
+        return {"aborted": self.queue.abort_one(request_id), "request_id": request_id}
 
     async def resume_generation(self) -> None:
         """Undo :meth:`abort_all_requests`."""
@@ -176,7 +185,7 @@ class HFCPUServer:
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **extra: object
     ) -> TokenOutput:
-        """Sample one continuation. ``request_id`` is random in verl and so has no say in what is sampled."""
+        """Sample one continuation. ``request_id`` has no say in what is sampled: verl draws it at random."""
         if media := sorted(name for name, value in extra.items() if value):
             raise InvalidInput(must("request", "be text only", media, "hf_cpu serves language models"))
         prompt = tuple(prompt_ids)
@@ -188,7 +197,7 @@ class HFCPUServer:
             stream=f"{self.global_steps}/{self._asked[prompt]}",
         )
         self._asked[prompt] += 1
-        completion: Completion = await self.queue.submit(request)
+        completion: Completion = await self.queue.submit(request, request_id)
         return TokenOutput(
             token_ids=completion.token_ids,
             log_probs=completion.log_probs if sampling_params.get("logprobs", True) else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -11,8 +12,35 @@ from equipoise.trainer_hooks.verl_on_cpu.generate import Completion, Request
 GATHER_S = 0.02
 """How long the first request of a batch waits for its siblings."""
 
-Answer = Callable[[Sequence[Request], Callable[[], bool]], list[Completion]]
-"""Completions of a batch; the second argument asks whether to stop early."""
+
+class Control:
+    """What the queue has to say to a batch that runs in a thread, and what it wants to hear.
+
+    Args:
+        stop: set when all of the batch is to stop early.
+        close: takes the number of a request and its completion, before the batch is over.
+    """
+
+    def __init__(self, stop: threading.Event, close: Callable[[int, Completion], None]) -> None:
+        self._stop = stop
+        self._aborted: set[int] = set()
+        self.close = close
+
+    def __call__(self) -> bool:
+        """Whether to stop early."""
+        return self._stop.is_set()
+
+    def is_aborted(self, row: int) -> bool:
+        """Whether to leave this request unfinished."""
+        return row in self._aborted
+
+    def abort(self, row: int) -> None:
+        """Leave this request unfinished."""
+        self._aborted.add(row)
+
+
+Answer = Callable[[Sequence[Request], Control], list[Completion]]
+"""Completions of a batch; a call of the second argument asks whether to stop early."""
 
 
 class BatchQueue:
@@ -31,6 +59,8 @@ class BatchQueue:
         self._max_batch = max_batch
         self._waiting: list[tuple[Request, asyncio.Future[Completion]]] = []
         self._running: list[tuple[Request, asyncio.Future[Completion]]] = []
+        self._control: Control | None = None
+        self._named: dict[str, asyncio.Future[Completion]] = {}
         self._task: asyncio.Task[None] | None = None
         self._idle = asyncio.Lock()
         self._stop = threading.Event()
@@ -39,12 +69,20 @@ class BatchQueue:
         self._is_open.set()
         self._rejecting = False
 
-    async def submit(self, request: Request) -> Completion:
-        """Wait for a request's completion. What the work raises is raised here."""
+    async def submit(self, request: Request, name: str | None = None) -> Completion:
+        """Wait for a request's completion. What the work raises is raised here.
+
+        Args:
+            request: what to complete.
+            name: by which :meth:`abort_one` finds it.
+        """
         if self._rejecting:
             return Completion()
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
+        if name is not None:
+            self._named[name] = future
+            future.add_done_callback(lambda _: self._named.pop(name, None))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve())
             self._task.add_done_callback(self._report)
@@ -77,6 +115,19 @@ class BatchQueue:
             _resolve(future, Completion())
         await self.close(by)
 
+    def abort_one(self, name: str) -> bool:
+        """Hand back what one request has got so far; False if it is not here."""
+        future = self._named.get(name)
+        if future is None or future.done():
+            return False
+        for row, (_, running) in enumerate(self._running):
+            if running is future and self._control is not None:
+                self._control.abort(row)
+                return True
+        self._waiting = [pair for pair in self._waiting if pair[1] is not future]
+        _resolve(future, Completion())
+        return True
+
     def resume(self, by: str) -> None:
         """Take back :meth:`abort`."""
         self._rejecting = False
@@ -92,10 +143,15 @@ class BatchQueue:
                 self._running, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
                 self._stop.clear()
                 requests = [request for request, _ in self._running]
-                completions = await asyncio.to_thread(self._answer, requests, self._stop.is_set)
+                self._control = Control(self._stop, functools.partial(self._close, asyncio.get_running_loop()))
+                completions = await asyncio.to_thread(self._answer, requests, self._control)
             for (_, future), completion in zip(self._running, completions, strict=True):
                 _resolve(future, completion)
             self._running = []
+
+    def _close(self, loop: asyncio.AbstractEventLoop, row: int, completion: Completion) -> None:
+        """Hand a completion over from the thread of the batch."""
+        loop.call_soon_threadsafe(_resolve, self._running[row][1], completion)
 
     def _report(self, task: asyncio.Task[None]) -> None:
         """Let every request learn of an error: their callers would wait for ever."""

@@ -1,0 +1,92 @@
+"""Two CPU servers, verl's router loader and both clients in one Ray: the same samples with and without moves."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from omegaconf import OmegaConf
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from verl.workers.rollout.router import get_router_handle
+
+from equipoise.config import RolloutConfig
+from equipoise.trainer_hooks.on_verl.rollout import router_file
+from equipoise.trainer_hooks.on_verl.rollout_client import MovingAsyncClient, MovingClient
+from equipoise.trainer_hooks.verl_on_cpu.generate import generate
+from equipoise.trainer_hooks.verl_on_cpu.patches import STREAM_KEY
+from equipoise.trainer_hooks.verl_on_cpu.server import HFCPUServer
+from equipoise.trainer_hooks.verl_on_cpu.serving import BatchQueue
+
+LIMIT = 400
+NUM_REQUESTS = 6
+
+
+class Server(HFCPUServer):
+    """The server with a random model in place of a loaded one."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        shape: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = Qwen2Config(vocab_size=97, hidden_size=32, intermediate_size=48, **shape)
+        self.model = Qwen2ForCausalLM(config).eval()
+        self.config = OmegaConf.create({"seed": 3, "response_length": LIMIT, "max_num_seqs": 64})
+        self._sample = lambda *args, **kwargs: generate(self.model, *args, stop_ids=set(), pad_id=0, **kwargs)  # type: ignore[assignment]
+        self.queue = BatchQueue(self._answer, max_batch=64)
+        self.global_steps = 1
+        self._asked = Counter()
+
+
+async def sample(servers: dict[str, Any], kind: type[MovingClient], *, transfer: str) -> dict[str, Any]:
+    router: Any = get_router_handle(servers, router_config_path=router_file())
+    rollout = RolloutConfig(enable=True, check_interval=2, tiers=[8, 4, 2, 1], transfer=transfer, profile=False)  # type: ignore[arg-type]
+    ray.get(router.configure.remote({**asdict(rollout), "response_length": LIMIT, "max_num_seqs": 64}))
+    config = OmegaConf.create(
+        {"actor_rollout_ref": {"rollout": {"name": "hf_cpu", "response_length": LIMIT, "prompt_length": 32}}}
+    )
+    client = kind(config, router)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 97) for _ in range(5 + i)] for i in range(NUM_REQUESTS)]
+
+    def ask(i: int, limit: int) -> Any:
+        params = {"temperature": 1.0, "logprobs": True, "max_tokens": limit, STREAM_KEY: f"x/{i}"}
+        return client.generate(f"talk {i}", prompt_ids=prompts[i], sampling_params=params)
+
+    # those that are asked for second, fourth and sixth are on the other server, and short: it is idle soon
+    outputs = await asyncio.gather(*(ask(i, 10 if i % 2 else LIMIT) for i in range(NUM_REQUESTS)))
+    return {
+        "tokens": [output.token_ids for output in outputs],
+        "log_probs": [output.log_probs for output in outputs],
+        "stop_reasons": [output.stop_reason for output in outputs],
+        "figures": ray.get(router.take_metrics.remote()),
+        "inflight": ray.get(router.get_total_inflight.remote()),
+        "router": ray.get(router.__ray_call__.remote(_kind)),
+    }
+
+
+def _kind(actor: object) -> str:
+    return type(actor).__name__
+
+
+def main(folder: Path) -> None:
+    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False)
+    servers = {f"s{i}": ray.remote(Server).options(max_concurrency=32).remote() for i in range(2)}
+    found = {"unmoved": asyncio.run(sample(servers, MovingClient, transfer="none"))}
+    for kind in (MovingClient, MovingAsyncClient):
+        found[kind.__name__] = asyncio.run(sample(servers, kind, transfer="recompute"))
+    (folder / "result.json").write_text(json.dumps(found))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,139 @@
+"""On the driver: put the router and the clients into verl's rollout, and log what they did.
+
+verl offers ``rollout.router_config_path`` for a router of one's own, and ``PPOTrainer.get_llm_client`` for a client.
+"""
+
+# verl is not typed; what comes from it is checked before use.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from equipoise.config import EquipoiseConfig
+from equipoise.errors import InvalidConfig, must
+
+logger = logging.getLogger("equipoise")
+
+
+def router_file() -> str:
+    """Path of the file that names the router, for ``rollout.router_config_path``.
+
+    >>> router_file().endswith("token_aware.yaml")
+    True
+    """
+    import equipoise.conf
+
+    return str(Path(equipoise.conf.__path__[0]).resolve() / "equipoise" / "router" / "token_aware.yaml")
+
+
+def choose_router(config: Any, settings: EquipoiseConfig) -> None:
+    """Before the trainer is built: let its configuration name the router.
+
+    Raises:
+        InvalidConfig: the configuration names a router already, wants requests routed by their ids, or wants caches to
+            move.
+    """
+    if not (settings.enable and settings.rollout.enable):
+        return
+    from omegaconf import open_dict
+
+    rollout = config.actor_rollout_ref.rollout
+    own = router_file()
+    named = rollout.get("router_config_path", None)
+    if named not in (None, "", own):
+        remedy = "remove it, or set equipoise.rollout.enable=false"
+        key = "actor_rollout_ref.rollout.router_config_path"
+        raise InvalidConfig(must(key, "be unset with equipoise.rollout.enable=true", named, remedy))
+    if rollout.get("full_determinism", False):
+        key = "actor_rollout_ref.rollout.full_determinism"
+        rule = "be False with equipoise.rollout.enable=true: requests go where there is room, not by their ids"
+        raise InvalidConfig(must(key, rule, True, "set one of the two to false"))
+    if settings.rollout.transfer == "kv":
+        key, rule = "equipoise.rollout.transfer", "be 'recompute' or 'none' in verl 0.9.1"
+        remedy = "use 'recompute': verl's servers neither hand out nor take in the cache of a request"
+        raise InvalidConfig(must(key, rule, "kv", remedy))
+    with open_dict(rollout):
+        rollout.router_config_path = own
+
+
+def attach_rollout(trainer: Any, settings: EquipoiseConfig) -> None:
+    """Give ``trainer`` clients that report lengths and move requests, and the figures of its router."""
+    if not (settings.enable and settings.rollout.enable):
+        return
+    hook = RolloutHook(trainer, settings)
+    original_client, original_balance = trainer.get_llm_client, trainer._balance_batch
+
+    def get_llm_client() -> Any:
+        return hook.client(original_client())
+
+    def balance(batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        metrics.update(hook.metrics())
+        return original_balance(batch, metrics, *args, **kwargs)
+
+    trainer.get_llm_client = get_llm_client
+    trainer._balance_batch = balance
+
+
+class RolloutHook:
+    """The router of one trainer, from the driver.
+
+    Args:
+        trainer: a verl v1 ``PPOTrainer``, constructed.
+        settings: the checked node.
+    """
+
+    def __init__(self, trainer: Any, settings: EquipoiseConfig) -> None:
+        self.trainer = trainer
+        self.settings = settings
+        self._router: Any = None
+
+    def client(self, given: Any) -> Any:
+        """A client in place of verl's, of the same kind; the router has its settings then."""
+        import ray
+        from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+
+        from equipoise.trainer_hooks.on_verl.rollout_client import MovingAsyncClient, MovingClient
+
+        self._router = given._load_balancer
+        rollout = self.trainer.config.actor_rollout_ref.rollout
+        sizes = {"response_length": int(rollout.response_length), "max_num_seqs": int(rollout.max_num_seqs)}
+        ray.get(self._router.configure.remote({**asdict(self.settings.rollout), **sizes}))
+        kind = type(given)
+        if kind is LLMServerClient:
+            client: Any = MovingClient(given.config, self._router)
+        elif kind is FullyAsyncLLMServerClient:
+            client = MovingAsyncClient(given.config, self._router, only_hybrid=given._only_hybrid)
+        else:
+            logger.warning(
+                "equipoise: %s is not verl's client: it reports no lengths and moves no request; all responses count"
+                " alike in the router",
+                kind.__name__,
+            )
+            return given
+        logger.info("equipoise: routes requests by expected tokens (transfer=%s)", self._transfer())
+        return client
+
+    def _transfer(self) -> str:
+        """How requests move; said once where their servers cannot let one go."""
+        transfer = self.settings.rollout.transfer
+        managers = [getattr(self.trainer, name, None) for name in ("llm_server_manager", "standalone_server_manager")]
+        handles = [handle for manager in managers if manager is not None for handle in manager.server_handles]
+        fixed = [handle for handle in handles if not hasattr(handle, "abort_request")]
+        if transfer != "none" and fixed:
+            logger.warning(
+                "equipoise: %d of %d rollout servers (%s) cannot abort a single request: nothing moves away from them",
+                len(fixed),
+                len(handles),
+                self.trainer.config.actor_rollout_ref.rollout.name,
+            )
+        return transfer
+
+    def metrics(self) -> dict[str, float]:
+        """The router's figures since the last step."""
+        import ray
+
+        return {} if self._router is None else ray.get(self._router.take_metrics.remote())

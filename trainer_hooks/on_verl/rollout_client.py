@@ -1,0 +1,126 @@
+"""verl's clients of its rollout servers, which also report lengths and carry on with requests that move.
+
+verl 0.9.1 (verl/workers/rollout/llm_server.py) tells its router that a request has left a server, but not how long the
+response was, and its synchronous client hands an aborted request back as if it were done. A move is verl's own
+abort-and-continue for a single request: the router has the server abort it, the client asks again with what was
+generated so far, and the router sends it elsewhere. The receiver prefills; no cache is sent.
+"""
+
+# verl is not typed; what comes from it is checked before use.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownParameterType=false, reportUntypedBaseClass=false, reportUntypedFunctionDecorator=false
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+from verl.utils import normalize_token_ids
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from equipoise.trainer_hooks.verl_on_cpu.patches import GENERATED_KEY, STREAM_KEY
+
+_ABORTED = ("aborted", "abort")
+_LIMITS = ("max_tokens", "max_new_tokens")
+
+
+class MovingClient(LLMServerClient):
+    """Reports what comes back, and asks again elsewhere for what was moved."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._server_request_ids: dict[str, str] = {}
+        self._num_open = 0
+        self._checks: asyncio.Task[None] | None = None
+        self._nothing_moves = False
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        name = super()._vllm_request_id(request_id)
+        found = await super()._acquire_server(request_id, server_request_id=name, **extra)
+        self._server_request_ids[request_id] = name  # nothing else runs from here to the look-up below
+        return found
+
+    def _vllm_request_id(self, request_id: str) -> str:
+        return self._server_request_ids.pop(request_id)
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: Any, sampling_params: dict[str, Any], **kwargs: Any
+    ) -> TokenOutput:
+        """Generate tokens from prompt ids, on one server after the other if the request moves."""
+        prompt: list[int] = normalize_token_ids(prompt_ids)
+        so_far: TokenOutput | None = None
+        self._open()
+        try:
+            while True:
+                given = [] if so_far is None else so_far.token_ids
+                params = sampling_params if so_far is None else self._rest(sampling_params, prompt, len(given))
+                output = await super().generate(request_id, prompt_ids=prompt + given, sampling_params=params, **kwargs)
+                so_far = output if so_far is None else joined(so_far, output)
+                aborted = output.stop_reason in _ABORTED
+                moves = await self._load_balancer.report.remote(request_id, len(output.token_ids), aborted=aborted)
+                if not (aborted and moves):
+                    return so_far
+        finally:
+            self._num_open -= 1
+
+    def _rest(self, sampling_params: dict[str, Any], prompt: list[int], generated: int) -> dict[str, Any]:
+        """Sampling parameters of a request that has generated so many tokens elsewhere.
+
+        Without a limit the server would give the prompt, which has grown, a whole response again: the limit is the one
+        that verl's vLLM server gives by default (vllm_async_server.py:609), less what there is.
+        """
+        rollout = self.config.actor_rollout_ref.rollout
+        params = dict(sampling_params)
+        key = next((name for name in _LIMITS if name in params), None)
+        if key is None:
+            key, whole = _LIMITS[0], int(rollout.response_length)
+            whole = min(whole, int(rollout.prompt_length) + whole - len(prompt))
+        else:
+            whole = int(params[key])
+        params[key] = max(1, whole - generated)
+        if STREAM_KEY in params:  # the server of a CPU run goes on with the random numbers of the whole response
+            params[GENERATED_KEY] = generated
+        return params
+
+    def _open(self) -> None:
+        self._num_open += 1
+        if not self._nothing_moves and (self._checks is None or self._checks.done()):
+            self._checks = asyncio.create_task(self._check())
+
+    async def _check(self) -> None:
+        """Ask the router to look for moves as long as requests are open; it says when next."""
+        while self._num_open:
+            wait_s = await self._load_balancer.check.remote()
+            if wait_s is None:
+                self._nothing_moves = True
+                return
+            await asyncio.sleep(wait_s)
+
+
+class MovingAsyncClient(FullyAsyncLLMServerClient, MovingClient):
+    """The same below verl's client for partial rollouts, which goes on with requests that the trainer has aborted."""
+
+
+def joined(first: TokenOutput, second: TokenOutput) -> TokenOutput:
+    """One response of two parts that were generated one after the other."""
+    fields = {**first.extra_fields, **second.extra_fields}
+    for name in ("min_global_steps", "num_cached_tokens"):
+        if name in first.extra_fields:
+            fields[name] = first.extra_fields[name]
+    experts = first.routed_experts
+    if second.routed_experts is not None and second.token_ids:
+        new = second.routed_experts[-len(second.token_ids) :]
+        experts = second.routed_experts if experts is None else np.concatenate([experts, new])
+    log_probs = first.log_probs
+    if second.log_probs is not None:
+        log_probs = [*(first.log_probs or []), *second.log_probs]
+    return TokenOutput(
+        token_ids=[*first.token_ids, *second.token_ids],
+        log_probs=log_probs,
+        routed_experts=experts,
+        stop_reason=second.stop_reason,
+        num_preempted=(first.num_preempted or 0) + (second.num_preempted or 0),
+        extra_fields=fields,
+    )

@@ -1,0 +1,326 @@
+"""A router for verl's rollout servers that counts expected tokens, not requests.
+
+It has the interface ``RequestLoadBalancer`` of verl/workers/rollout/router.py (0.9.1), which makes an actor of it.
+verl's clients tell it that a request comes and goes; those of
+:mod:`~equipoise.trainer_hooks.on_verl.rollout_client` also tell how long the response was, and carry out moves. Without
+them no length is known: all responses count alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from equipoise.config import RolloutConfig
+from equipoise.errors import InvalidConfig, must, nearest
+from equipoise.trainer_hooks.on_verl.router_ledger import Held, Ledger
+from equipoise.trainer_hooks.on_verl.router_lengths import ExpectedLengths
+from equipoise.trainer_hooks.on_verl.router_moves import MovePlanner
+from equipoise.trainer_hooks.on_verl.router_watch import Watch
+
+METRICS_PREFIX = "equipoise/rollout/"
+_CORRECT_EVERY_S = 1.0  # expectations of running requests, where nobody checks for moves
+_CONVERSATIONS = 100_000  # remembered ones
+_UNKNOWN_STEP_S = 0.2  # between checks while no request has finished
+_OVERDUE_CHECKS = 10  # after which a replica is taken not to have let a request go
+
+
+@dataclass(kw_only=True)
+class _Conversation:
+    """What is known of the turns of one request id."""
+
+    prompt: Hashable
+    home: str | None = None
+    turn: int = 0
+    generated: int = 0  # tokens of this turn from earlier stays
+    expected: float = 0.0  # of this turn when it came
+    moves: int = 0  # of this turn
+    goes_to: str | None = None
+    told_to_leave: bool = False  # its replica was, and it has not come back since
+    left_at: float = 0.0
+    stay: tuple[float, float] | None = None  # seconds of the last one, and mean number of requests beside
+
+    @property
+    def key(self) -> Hashable:
+        return self.prompt, self.turn
+
+
+class TokenAwareRouter:
+    """Sends a request where the fewest tokens are outstanding, siblings apart, and moves unfinished ones.
+
+    Args:
+        servers: handle of each replica by its id.
+        config: ``response_length``, ``max_num_seqs`` and the fields of ``equipoise.rollout``; of ``router_class``, by
+            which verl finds this class, nothing is made.
+        clock: seconds.
+
+    Raises:
+        InvalidConfig: an unknown key, or a value that breaks its rule.
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, Any],
+        config: Mapping[str, Any] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._servers = dict(servers)
+        self._ledger = Ledger(servers)
+        self._conversations: OrderedDict[str, _Conversation] = OrderedDict()
+        self._leaving: dict[str, float] = {}
+        self._check_at = self._correct_at = 0.0
+        self.configure({key: value for key, value in (config or {}).items() if key != "router_class"})
+        self._watch = Watch(clock, lambda count: self._planner.tier(count))
+
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Take settings; to be called before the first request."""
+        known = ["response_length", "max_num_seqs", *(field.name for field in fields(RolloutConfig))]
+        for key, value in config.items():
+            if key not in known:
+                raise InvalidConfig(must(f"{key} of the router", "be a known key", value, nearest(key, known)))
+        values = dict(config)
+        limit, slots = values.pop("response_length", 4096), values.pop("max_num_seqs", 1024)
+        self._config = RolloutConfig(**values)
+        self._lengths = ExpectedLengths(limit=int(limit))
+        self._planner = MovePlanner(self._config, slots=int(slots))
+
+    # -- verl's interface ----------------------------------------------------------------------------------------------
+
+    def require_acquire_fields(self) -> list[str]:
+        """What clients must say of a request that comes."""
+        return ["prompt_ids", "server_request_id"]
+
+    def require_release_fields(self) -> list[str]:
+        """What clients must say of a request that goes."""
+        return ["request_id"]
+
+    def acquire_server(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int] | None = None,
+        server_request_id: str | None = None,
+        **_extra: object,
+    ) -> tuple[str, Any]:
+        """Replica for a request, and its handle.
+
+        Args:
+            request_id: of the conversation.
+            prompt_ids: tokens to continue.
+            server_request_id: what the replica will call the request; one without it is not moved.
+        """
+        self._advance()
+        now = self._clock()
+        if now >= self._correct_at:
+            self._correct(now)
+        talk = self._conversation(request_id, prompt_ids)
+        if talk.generated:
+            expected = self._lengths.remaining([talk.key], [talk.generated])[0]
+        else:
+            expected = talk.expected = self._lengths.of_new(talk.key)
+        prompt_tokens = 0 if prompt_ids is None else len(prompt_ids)
+        server = self._target(request_id, talk, prompt_tokens)
+        if server is None:
+            server = self._ledger.choose(talk.key, prompt_tokens, expected, home=talk.home)
+            if talk.home is not None:
+                self._watch.counts["stayed" if server == talk.home else "left"] += 1
+        talk.home, talk.told_to_leave = server, False
+        self._ledger.hold(
+            Held(
+                request_id=request_id,
+                server=server,
+                prompt=talk.key,
+                prompt_tokens=prompt_tokens,
+                expected=expected,
+                since=now,
+                generated=talk.generated,
+                server_request_id=server_request_id,
+                request_seconds=self._watch.request_seconds.get(server, 0.0),
+            )
+        )
+        self._watch.asked(server)
+        return server, self._servers[server]
+
+    def release_server(self, server_id: str, request_id: str | None = None) -> None:
+        """A request has left a replica, done or not."""
+        self._advance()
+        ledger = self._ledger
+        held = ledger.drop_any(server_id) if request_id is None else ledger.drop(request_id, server_id)
+        talk = None if held is None else self._conversations.get(held.request_id)
+        if held is None or talk is None:
+            return
+        talk.left_at = self._clock()
+        seconds = talk.left_at - held.since
+        beside = self._watch.request_seconds.get(server_id, 0.0) - held.request_seconds
+        talk.stay = seconds, beside / seconds if seconds > 0 else 1.0
+
+    def add_servers(self, servers: Mapping[str, Any]) -> None:
+        """New replicas."""
+        self._advance()
+        self._ledger.add_servers(servers)
+        self._servers.update(servers)
+
+    def remove_servers(self, server_ids: Sequence[str]) -> None:
+        """Replicas that are gone or failed, with all that was on them."""
+        self._advance()
+        for held in self._ledger.remove_servers(server_ids):
+            self._leaving.pop(held.request_id, None)
+        self._watch.forget(server_ids)
+        for server in server_ids:
+            self._servers.pop(server, None)
+        for talk in self._conversations.values():
+            talk.home = None if talk.home in server_ids else talk.home
+            talk.goes_to = None if talk.goes_to in server_ids else talk.goes_to
+
+    def get_all_servers(self) -> list[str]:
+        """Ids of the replicas."""
+        return list(self._ledger.running)
+
+    def get_inflight_count(self, server_id: str) -> int:
+        """Requests on a replica."""
+        return self._ledger.running.get(server_id, 0)
+
+    def get_total_inflight(self) -> int:
+        """Requests on all replicas."""
+        return sum(self._ledger.running.values())
+
+    def get_status(self) -> dict[str, Any]:
+        """As verl's, and the outstanding tokens of each replica."""
+        return {
+            "servers": dict(self._ledger.running),
+            "total_inflight": self.get_total_inflight(),
+            "active_servers": len(self._ledger.running),
+            "registered_handles": list(self._servers),
+            "outstanding_tokens": dict(self._ledger.load),
+        }
+
+    def clear_sticky_cache(self) -> dict[str, Any]:
+        """Let no turn prefer the replica of the one before."""
+        cleared = 0
+        for talk in self._conversations.values():
+            cleared += talk.home is not None
+            talk.home = None
+        return {"cleared_entries": cleared, "server_loads": dict(self._ledger.running)}
+
+    # -- that of the plugin's clients and trainer ----------------------------------------------------------------------
+
+    def report(self, request_id: str, num_tokens: int, *, aborted: bool) -> bool:
+        """A request has come back from its replica with so many tokens. Whether it is to be asked for again at once.
+
+        So is every request that the router had aborted, also one whose new replica is gone by now.
+        """
+        talk = self._conversations.get(request_id)
+        if talk is None:
+            return False
+        if talk.stay is not None:
+            seconds, beside = talk.stay
+            self._planner.measured(tokens=num_tokens, seconds=seconds, beside=beside)
+            talk.stay = None
+        talk.generated += num_tokens
+        if aborted:
+            return talk.told_to_leave
+        self._lengths.finish(talk.key, talk.generated)
+        counts = self._watch.counts
+        counts["judged"] += 1
+        counts["length"] += talk.generated
+        counts["error"] += round(abs(talk.expected - talk.generated))
+        self._leaving.pop(request_id, None)
+        talk.turn, talk.generated, talk.moves, talk.goes_to = talk.turn + 1, 0, 0, None
+        return False
+
+    def check(self) -> float | None:
+        """Move requests if that is due; the seconds until it is due again, None where nothing ever moves."""
+        if self._config.transfer == "none":
+            return None
+        self._advance()
+        now = self._clock()
+        step_s = self._planner.step_s
+        if step_s is None:
+            return _UNKNOWN_STEP_S
+        if now < self._check_at:
+            return self._check_at - now
+        interval_s = self._config.check_interval * step_s
+        self._check_at = now + interval_s
+        generated = self._correct(now)
+        if not self._settle(now):
+            self._move(generated, overdue_at=now + _OVERDUE_CHECKS * interval_s + _UNKNOWN_STEP_S)
+        return interval_s
+
+    def take_metrics(self) -> dict[str, float]:
+        """Figures since the last call; responses from here on belong to a new rollout."""
+        self._advance()
+        self._lengths.next_rollout()
+        figures = self._watch.take(self._ledger.running)
+        if figures:
+            figures["predicted_saved_seconds"] = self._planner.predicted_s
+        self._planner.predicted_s = 0.0
+        return {METRICS_PREFIX + key: value for key, value in figures.items()}
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        self._watch.advance(self._ledger.running, self._ledger.load)
+
+    def _conversation(self, request_id: str, prompt_ids: Sequence[int] | None) -> _Conversation:
+        talk = self._conversations.pop(request_id, None)
+        if talk is None:
+            talk = _Conversation(prompt=request_id if prompt_ids is None else hash(tuple(prompt_ids)))
+            while len(self._conversations) >= _CONVERSATIONS:
+                self._conversations.popitem(last=False)
+        self._conversations[request_id] = talk
+        return talk
+
+    def _target(self, request_id: str, talk: _Conversation, prompt_tokens: int) -> str | None:
+        """Where a request goes that was told to leave."""
+        if request_id not in self._leaving or self._ledger.of(request_id):
+            return None
+        del self._leaving[request_id]
+        server, talk.goes_to = talk.goes_to, None
+        if server is None:
+            return None
+        talk.moves += 1
+        self._planner.gap(self._clock() - talk.left_at)
+        self._watch.counts["moved"] += 1
+        self._watch.counts["moved_tokens"] += prompt_tokens
+        return server
+
+    def _correct(self, now: float) -> dict[int, int]:
+        """Expect of running requests what is likely by now. Tokens that each has generated, by its order."""
+        self._correct_at = now + _CORRECT_EVERY_S
+        step_s = self._planner.step_s
+        held = self._ledger.everything()
+        most = self._lengths.limit
+        done = [h.generated + (0 if step_s is None else min(most, int((now - h.since) / step_s))) for h in held]
+        for each, left in zip(held, self._lengths.remaining([h.prompt for h in held], done), strict=True):
+            self._ledger.expect(each, left)
+        return {each.order: tokens for each, tokens in zip(held, done, strict=True)}
+
+    def _settle(self, now: float) -> bool:
+        """Whether requests are still on their way; one whose replica keeps it is left alone for good."""
+        for request_id, overdue_at in list(self._leaving.items()):
+            if now >= overdue_at:
+                del self._leaving[request_id]
+                talk = self._conversations.get(request_id)
+                if talk is not None:
+                    talk.goes_to, talk.moves = None, self._planner.most_moves
+        return bool(self._leaving)
+
+    def _move(self, generated: Mapping[int, int], *, overdue_at: float) -> None:
+        requests: dict[str, list[Held]] = {server: [] for server in self._ledger.running}
+        moves: dict[int, int] = {}
+        for held in self._ledger.everything():
+            requests[held.server].append(held)
+            talk = self._conversations.get(held.request_id)
+            alone = talk is not None and len(self._ledger.of(held.request_id)) == 1
+            able = alone and hasattr(self._servers[held.server], "abort_request")
+            moves[held.order] = talk.moves if talk is not None and able else self._planner.most_moves
+        for held, to in self._planner.plan(requests, generated, moves):
+            talk = self._conversations[held.request_id]
+            talk.goes_to, talk.told_to_leave = to, True
+            self._leaving[held.request_id] = overdue_at
+            self._watch.counts["planned"] += 1
+            self._servers[held.server].abort_request.remote(held.server_request_id, reset_prefix_cache=False)

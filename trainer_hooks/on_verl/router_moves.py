@@ -1,0 +1,168 @@
+"""Which unfinished requests leave a crowded replica for an idle one, and what a decode step takes there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from statistics import median
+
+from equipoise.config import RolloutConfig
+from equipoise.rollout.rebalance import VICTIMS, plan_rebalance
+from equipoise.rollout.requests import Move, Request
+from equipoise.rollout.step_time import StepTime
+from equipoise.trainer_hooks.on_verl.router_ledger import Held
+
+_ENOUGH = 3  # measured requests of a tier
+_SAMPLES = 256  # requests that the measured times span
+_HYSTERESIS = 0.1  # share of the time to the end that a plan must save: lengths are not known better
+
+
+class MovePlanner:
+    """Plans with :func:`equipoise.rollout.rebalance.plan_rebalance`, from what a router sees.
+
+    A router sees requests come and go, not decode steps. The seconds of a step are those between two tokens of a
+    request; the tier that they belong to is that of the mean number of requests beside it.
+
+    Replicas do not decode in step: what counts is when the last of them is done. With ``profile`` and ``multi_graph``
+    a plan is carried out where that is predicted to be earlier by a tenth, ``min_gain``, and the seconds that a move
+    keeps a request off all replicas; without, wherever the fullest replica then fits a smaller tier.
+
+    Args:
+        config: tiers, and what a move must gain.
+        slots: requests that a replica decodes at once; those that came later wait.
+    """
+
+    most_moves = 2
+    """Of a turn: each costs a prefill."""
+
+    def __init__(self, config: RolloutConfig, *, slots: int) -> None:
+        self.config = config
+        self.slots = slots
+        self._samples: deque[tuple[int, float]] = deque(maxlen=_SAMPLES)
+        self._gaps: deque[float] = deque(maxlen=_SAMPLES)
+        self._seen = 0
+        self.predicted_s = 0.0
+
+    def tier(self, num_requests: int) -> int:
+        """Decode size of a replica that has so many requests."""
+        return min((tier for tier in self.config.tiers if tier >= num_requests), default=self.config.tiers[0])
+
+    def measured(self, *, tokens: int, seconds: float, beside: float) -> None:
+        """Take note of a stay: tokens decoded, seconds on the replica, mean number of requests there."""
+        if tokens > 0 and seconds > 0:
+            self._seen += 1
+            if (self._seen - 1) % self.config.profile_interval == 0:
+                self._samples.append((self.tier(max(1, round(beside))), seconds / tokens))
+
+    def gap(self, seconds: float) -> None:
+        """Take note of how long a request that moved was on no replica."""
+        self._gaps.append(seconds)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a decode step; None until a request has finished."""
+        return median(seconds for _, seconds in self._samples) if self._samples else None
+
+    def step_time(self, counts: Sequence[int]) -> StepTime:
+        """Seconds of a step by tier.
+
+        Until the tier of the fullest replica and the least in reach were measured, the largest tier is taken to cost
+        twice as much as an empty one.
+        """
+        number = {tier: sum(tier == sample[0] for sample in self._samples) for tier in self.config.tiers}
+        mean = -(-sum(counts) // len(counts))
+        if any(number[self.tier(count)] < _ENOUGH for count in (max(counts), mean)):
+            rising = sorted(self.config.tiers)
+            base_s = (self.step_s or 1.0) / 1.5
+            times = tuple(base_s * (1 + tier / rising[-1]) for tier in rising)
+            return StepTime(tiers=tuple(rising), base_s=times, s_per_token=(0.0,) * len(rising))
+        kept = [sample for sample in self._samples if number[sample[0]] >= _ENOUGH]
+        return StepTime.fit([tier for tier, _ in kept], [0] * len(kept), [seconds for _, seconds in kept])
+
+    def drain_s(self, expected: Sequence[float], step_time: StepTime) -> float:
+        """Predicted seconds until a replica with these requests is empty, if nothing more comes.
+
+        Between two ends all that are left decode one token a step; beyond the slots they take turns.
+        """
+        seconds, before = 0.0, 0.0
+        for done, left in enumerate(sorted(expected)):
+            count = len(expected) - done
+            share = max(1.0, count / self.slots)
+            seconds += (left - before) * share * step_time(self.tier(min(count, self.slots)), 0)
+            before = left
+        return seconds
+
+    def plan(
+        self, requests: Mapping[str, Sequence[Held]], generated: Mapping[int, int], moves: Mapping[int, int]
+    ) -> list[tuple[Held, str]]:
+        """Moves between replicas.
+
+        Args:
+            requests: of each replica, in the order in which they came.
+            generated: tokens that a request is thought to have generated, by its ``order``.
+            moves: how often a request has moved, by its ``order``.
+
+        Returns:
+            Pairs of request and replica that it goes to.
+        """
+        counts = [len(held) for held in requests.values()]
+        if len(counts) < 2 or max(counts) <= min(self.config.tiers[-1], self.slots):
+            return []
+        plans = [self._one_plan(requests, generated, moves, victims) for victims in VICTIMS]
+        if not (self.config.multi_graph and self.config.profile):
+            return plans[0]
+        model = self.step_time(counts)
+        now_s = self._last_done_s(requests, [], model)
+        gains = [now_s - self._last_done_s(requests, plan, model) for plan in plans]
+        best = gains.index(max(gains))
+        least = self.config.min_gain + _HYSTERESIS * now_s + (median(self._gaps) if self._gaps else 0.0)
+        if gains[best] <= least:
+            return []
+        self.predicted_s += gains[best]
+        return plans[best]
+
+    def _one_plan(
+        self,
+        requests: Mapping[str, Sequence[Held]],
+        generated: Mapping[int, int],
+        moves: Mapping[int, int],
+        victims: str,
+    ) -> list[tuple[Held, str]]:
+        found: list[Move] = plan_rebalance(
+            [self._ranked(held, generated) for held in requests.values()],
+            tiers=self.config.tiers,
+            slots=self.slots,
+            victims=victims,
+            moved_before={order for order, number in moves.items() if number},
+        )
+        names = list(requests)
+        by_order: dict[Hashable, Held] = {held.order: held for each in requests.values() for held in each}
+        pairs = [(by_order[move.request_id], names[move.to_rank]) for move in found]
+        return [
+            (held, to)
+            for held, to in pairs
+            if moves.get(held.order, 0) < self.most_moves and held.server_request_id is not None
+        ]
+
+    def _last_done_s(
+        self, requests: Mapping[str, Sequence[Held]], plan: Sequence[tuple[Held, str]], model: StepTime
+    ) -> float:
+        """Predicted seconds until the last replica is done; reading the moved tokens again is not in it."""
+        left = {server: {each.order: each.expected for each in held} for server, held in requests.items()}
+        for held, to in plan:
+            left[to][held.order] = left[held.server].pop(held.order)
+        return max(self.drain_s(list(each.values()), model) for each in left.values())
+
+    def _ranked(self, held: Sequence[Held], generated: Mapping[int, int]) -> list[Request]:
+        # of what a request had generated when it came, its prompt tells
+        tokens = [each.prompt_tokens + generated[each.order] - each.generated for each in held]
+        return [
+            Request(
+                each.order,
+                num_tokens=size,
+                kv_tokens=size if place < self.slots else 0,
+                running=place < self.slots,
+                expected_remaining=each.expected,
+            )
+            for place, (each, size) in enumerate(zip(held, tokens, strict=True))
+        ]

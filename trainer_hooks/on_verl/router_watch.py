@@ -1,0 +1,80 @@
+"""What the replicas did over time: the figures under ``equipoise/rollout/``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+
+class Watch:
+    """Integrals over time, kept up to date at each change of what runs where.
+
+    Time counts only while a request runs anywhere: what a trainer does between two rollouts is not idleness of one.
+
+    Args:
+        clock: seconds.
+        tier: decode size of a replica with so many requests.
+    """
+
+    def __init__(self, clock: Callable[[], float], tier: Callable[[int], int]) -> None:
+        self._clock = clock
+        self._tier = tier
+        self._last = clock()
+        self.request_seconds: dict[str, float] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._busy_s = self._server_s = self._idle_s = self._spread_s = self._tier_s = 0.0
+        self.counts: Counter[str] = Counter()
+        self._asked: Counter[str] = Counter()
+
+    def advance(self, running: Mapping[str, int], load: Mapping[str, float]) -> None:
+        """Add the time since the last call, in which so many requests and tokens were on each replica."""
+        now = self._clock()
+        passed, self._last = now - self._last, now
+        if passed <= 0 or not any(running.values()):
+            return
+        self._busy_s += passed
+        self._server_s += passed * len(running)
+        self._idle_s += passed * sum(not count for count in running.values())
+        total = sum(load.values())
+        self._spread_s += passed * (max(load.values()) * len(load) / total if total > 0 else 1.0)
+        self._tier_s += passed * self._tier(max(running.values()))
+        for server, count in running.items():
+            if count:
+                self.request_seconds[server] = self.request_seconds.get(server, 0.0) + passed * count
+
+    def asked(self, server: str) -> None:
+        """A request went to this replica."""
+        self._asked[server] += 1
+
+    def forget(self, servers: Iterable[str]) -> None:
+        """These replicas are gone."""
+        for server in servers:
+            self.request_seconds.pop(server, None)
+
+    def take(self, servers: Iterable[str]) -> dict[str, float]:
+        """Figures since the last call; empty when nothing was asked for or ran."""
+        asked = [self._asked[server] for server in servers] or [0]
+        counts, busy = self.counts, self._busy_s
+        if not busy and not any(asked):
+            self._clear()
+            return {}
+        figures = {
+            "requests": float(sum(self._asked.values())),
+            "requests_per_replica_max": float(max(asked)),
+            "requests_per_replica_min": float(min(asked)),
+            "idle_share": self._idle_s / self._server_s if busy else 0.0,
+            "outstanding_max_over_mean": self._spread_s / busy if busy else 1.0,
+            "tier_mean": self._tier_s / busy if busy else 0.0,
+            "busy_seconds": busy,
+            "moves_planned": float(counts["planned"]),
+            "moves": float(counts["moved"]),
+            "moved_tokens": float(counts["moved_tokens"]),
+            "stayed": float(counts["stayed"]),
+            "left": float(counts["left"]),
+        }
+        if counts["judged"]:
+            figures["length_error"] = counts["error"] / max(counts["length"], 1)
+        self._clear()
+        return figures
