@@ -10,6 +10,7 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun  # pyright: ignore[reportUnknownVariableType]
 
@@ -36,7 +37,7 @@ def main(config: Any) -> None:
     arguments = [f"--config-name={job.job.config_name}", *job.overrides.task, f"out='{out}'"]
     try:
         torchrun([*ranks, *arguments])
-    except ChildFailedError as error:
+    except (ChildFailedError, SignalException) as error:
         sys.exit(f"{error}\nTo go on from the last checkpoint: python -m examples.minimal {shlex.join(arguments)}")
 
 

@@ -37,7 +37,7 @@ def claim(folder: Path, settings: Settings) -> None:
     mine = {name: value for name, value in asdict(settings).items() if name not in FREE_TO_CHANGE}
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(mine, indent=2) + "\n")
+        _replace(path, json.dumps(mine, indent=2) + "\n")
     for name, was in json.loads(path.read_text()).items():
         if mine[name] != was:
             rule = f"be {was!r}, as when the run in {folder} was begun"
@@ -62,9 +62,7 @@ class Record:
             return
         last = (_PHASES.index(phase), step)
         kept = [line for line in read(self.folder) if (_PHASES.index(line["phase"]), line["step"]) <= last]
-        draft = self.folder / f".{FILE}"
-        draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        draft.replace(self.folder / FILE)
+        _replace(self.folder / FILE, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, phase: str, step: int, of: int, figures: Mapping[str, float], *, seconds: float) -> None:
         """Write one step down."""
@@ -99,6 +97,13 @@ class Record:
         path = self.folder / "curve.png"
         figure.savefig(path)
         return path
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file such that a kill leaves the old one or the new one."""
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(text)
+    draft.replace(path)
 
 
 def _smooth(values: list[float]) -> list[float]:

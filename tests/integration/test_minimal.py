@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = [sys.executable, "-W", "ignore"]
 LAUNCHER = [*PYTHON, "-m", "examples.minimal", "--config-name", "quick"]
 PPO = {"algorithm": "ppo", "seed": 1}
+GRPO = {"algorithm": "grpo", "sft_steps": 30, "steps": 2}
 CLUSTERS = {
     2: [("ddp", 2, 1), ("ddp", 1, 2), ("fsdp2", 2, 1), ("fsdp2", 1, 2)],
     4: [("ddp", 2, 2), ("fsdp2", 2, 2)],
@@ -108,6 +109,9 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, int
         ]
         for world, clusters in CLUSTERS.items()
     }
+    for world, settings in ((1, {"engine": "ddp"}), (2, {"engine": "fsdp2", "dp": 2})):
+        places["grpo", world, 1] = folder / f"grpo-{world}"
+        runs.setdefault(world, []).append(overrides(**settings, **GRPO, out=places["grpo", world, 1]))
     ranks = start([*PYTHON, str(folder / "runs.py"), json.dumps(runs), str(folder)])
     text = said(ranks)
     assert ranks.returncode == 0, text[-4000:]
@@ -149,6 +153,13 @@ def test_the_curve_is_the_same_on_every_cluster(
         assert curves[cluster][-1]["tokens"] > steps[-1]["tokens"]
 
 
+def test_the_curve_of_grpo_is_the_same_on_two_ranks(curves: dict[tuple[str, int, int], list[dict[str, Any]]]) -> None:
+    """D1 and D2: ten rows a mini-batch, one of them padding, on fsdp2; nine on ddp alone."""
+    want = curves["grpo", 1, 1]
+    same(curves["grpo", 2, 1], want)
+    assert any(line["reward"] > 0 and line["actor/pg_loss"] != 0 for line in want if line["phase"] == "rl")
+
+
 def test_a_killed_run_leaves_no_rank_behind_and_goes_on_elsewhere_with_the_same_curve(
     curves: dict[tuple[str, int, int], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -165,7 +176,8 @@ def test_a_killed_run_leaves_no_rank_behind_and_goes_on_elsewhere_with_the_same_
     text = said(first)  # ends once the ranks, which hold the pipe too, have ended
     assert time.monotonic() - began < 10
     assert "curve.png" not in text
-    (out / "metrics.jsonl").open("a").write('{"phase": "rl", "st')  # as a kill in the middle of a write
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "rl", "st')  # as a kill in the middle of a write
     second = start([*LAUNCHER, *overrides(**PPO, engine="ddp", out=out)])
     text = said(second)
     assert second.returncode == 0, text[-4000:]
