@@ -110,7 +110,7 @@ class Ours:
             transfer=setting.transfer,
             victims=self.victims,
             hysteresis=self.hysteresis,
-            kv_price=self.kv_price * setting.kv_bytes_per_token / 1e9,
+            kv_price=0.0 if setting.recompute else self.kv_price * setting.kv_bytes_per_token / 1e9,
             steps_to_next_check=setting.check_interval,
             most_steps=float(at_most.max()),
         )
