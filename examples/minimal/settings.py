@@ -54,7 +54,7 @@ class Settings:
     dp: int = 2
     sp: int = 1
     algorithm: str = "grpo"
-    sft_steps: int = 230
+    sft_steps: int = 225
     sft_rows: int = 64
     steps: int = 100
     prompts: int = 32
