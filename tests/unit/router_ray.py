@@ -27,7 +27,7 @@ from equipoise.trainer_hooks.verl_on_cpu.patches import STREAM_KEY
 from equipoise.trainer_hooks.verl_on_cpu.server import HFCPUServer
 from equipoise.trainer_hooks.verl_on_cpu.serving import BatchQueue
 
-LIMIT = 400
+LIMIT = 240
 NUM_REQUESTS = 6
 
 

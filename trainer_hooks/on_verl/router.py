@@ -8,6 +8,7 @@ them no length is known: all responses count alike.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,6 +21,8 @@ from equipoise.trainer_hooks.on_verl.router_ledger import Held, Ledger
 from equipoise.trainer_hooks.on_verl.router_lengths import ExpectedLengths
 from equipoise.trainer_hooks.on_verl.router_moves import MovePlanner
 from equipoise.trainer_hooks.on_verl.router_watch import Watch
+
+logger = logging.getLogger("equipoise")
 
 METRICS_PREFIX = "equipoise/rollout/"
 _CORRECT_EVERY_S = 1.0  # expectations of running requests, where nobody checks for moves
@@ -74,6 +77,7 @@ class TokenAwareRouter:
         self._conversations: OrderedDict[str, _Conversation] = OrderedDict()
         self._leaving: dict[str, float] = {}
         self._check_at = self._correct_at = 0.0
+        self._warned = False
         self.configure({key: value for key, value in (config or {}).items() if key != "router_class"})
         self._watch = Watch(clock, lambda count: self._planner.tier(count))
 
@@ -304,10 +308,20 @@ class TokenAwareRouter:
         for request_id, overdue_at in list(self._leaving.items()):
             if now >= overdue_at:
                 del self._leaving[request_id]
+                self._watch.counts["kept"] += 1
+                self._warn_kept()
                 talk = self._conversations.get(request_id)
                 if talk is not None:
                     talk.goes_to, talk.moves = None, self._planner.most_moves
         return bool(self._leaving)
+
+    def _warn_kept(self) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "equipoise: a rollout server did not let a request go that was to move; with vLLM from 0.16 on set"
+                " VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, or equipoise.rollout.transfer=none"
+            )
 
     def _move(self, generated: Mapping[int, int], *, overdue_at: float) -> None:
         requests: dict[str, list[Held]] = {server: [] for server in self._ledger.running}

@@ -70,6 +70,7 @@ class Watch:
             "busy_seconds": busy,
             "moves_planned": float(counts["planned"]),
             "moves": float(counts["moved"]),
+            "moves_refused": float(counts["kept"]),
             "moved_tokens": float(counts["moved_tokens"]),
             "stayed": float(counts["stayed"]),
             "left": float(counts["left"]),
