@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from equipoise.errors import InvalidInput
-from equipoise.rollout.hf import DecodeConfig, DecodeEngine
+from equipoise.rollout.hf import DecodeConfig, DecodeEngine, proof
 from equipoise.rollout.hf.sampling import draw, uniform
 from equipoise.rollout.transfer import RequestState, Sampling
 
@@ -171,6 +171,45 @@ def test_what_an_earlier_request_left_does_not_reach_a_later_one() -> None:
     for pool in dirty.cache.pools:
         pool[:, :, 2:] = torch.nan
     assert dirty.generate(asks()) == want
+
+
+def _add_up(terms: torch.Tensor) -> torch.Tensor:
+    """In float32, one after the other; ``cumsum`` would add in float64."""
+    total = torch.zeros_like(terms[..., 0])
+    for term in terms.unbind(-1):
+        total = total + term
+    return total
+
+
+def test_null_sums_show_an_order_that_half_precision_hides() -> None:
+    x, weight = proof.null_sums(8, 64, 50, torch.float32)
+    plain = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    differing: list[float] = []
+    for inputs in (x, plain):
+        terms = inputs[:, None] * weight
+        forward, backward = (_add_up(order).bfloat16() for order in (terms, terms.flip(-1)))
+        differing.append(float((forward != backward).float().mean()))
+    assert differing[0] > 0.9
+    assert differing[1] < 0.05
+
+
+def test_sizes_at_which_linear_layers_sum_otherwise_are_found() -> None:
+    class OtherOrder(torch.nn.Module):
+        """A library that sums from the other end for six rows."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+
+    real = torch.nn.functional.linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return real(x.flip(-1), weight.flip(-1), bias) if len(x) == 6 else real(x, weight, bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", linear)
+        assert 6 not in proof.linear_sizes(OtherOrder(), (4, 6, 8))
+    assert {4, 8} <= proof.linear_sizes(OtherOrder(), (4, 8))
 
 
 class _MixesRows(torch.nn.Module):

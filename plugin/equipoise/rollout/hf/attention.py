@@ -126,10 +126,11 @@ def paged_attention(
     pool[0, :, rows.blocks, rows.offsets] = key[:, :, 0].transpose(0, 1)
     pool[1, :, rows.blocks, rows.offsets] = value[:, :, 0].transpose(0, 1)
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-    return _attend(query[:, :, 0], pool, rows, scale)[:, None], None
+    return attend(query[:, :, 0], pool, rows, scale)[:, None], None
 
 
-def _attend(query: torch.Tensor, pool: torch.Tensor, rows: PagedRows, scale: float) -> torch.Tensor:
+def attend(query: torch.Tensor, pool: torch.Tensor, rows: PagedRows, scale: float) -> torch.Tensor:
+    """Outputs of ``query``, ``(rows, num_heads, head_dim)``, over one pool; computed in float32 at least."""
     num_rows, num_heads, dim = query.shape
     kv_heads, chunk = pool.shape[1], rows.chunk_tokens
     wide = torch.promote_types(query.dtype, torch.float32)

@@ -298,18 +298,24 @@ class DecodeEngine:
 
     def _admit(self) -> None:
         """Start waiting requests while slots and blocks last, leaving a block for each that runs."""
+        started: list[_Live] = []
         while self._waiting and len(self._running) < self.config.tiers[0]:
             live = self._waiting[0]
             need = self.layout.blocks(live.num_tokens)
             if need + len(self._running) > self.cache.num_free and self._running:
-                return
+                break
             self._waiting.popleft()
             live.blocks = self.cache.take(need)
             self._running.append(live)
-            size = self.passes.sizes[-1]
-            rows = [self._row(live, position) for position in range(live.num_tokens - 1)]
-            for start in range(0, len(rows), size):
-                self.passes.run(rows[start : start + size], size=size, head=False)
+            started.append(live)
+        self._prefill(started)
+
+    def _prefill(self, started: Sequence[_Live]) -> None:
+        """Fill the caches of requests but for their last token; passes hold tokens of several, as rows are rows."""
+        rows = [self._row(live, position) for live in started for position in range(live.num_tokens - 1)]
+        for start in range(0, len(rows), self.passes.sizes[-1]):
+            some = rows[start : start + self.passes.sizes[-1]]
+            self.passes.run(some, size=self.passes.size_for(len(some)), head=False)
 
     def _grow(self) -> None:
         """Give each running request a block for its next token; the youngest give theirs up where there are too few."""

@@ -4,10 +4,11 @@ Decoding and prefilling are the same pass: a row is one token of one request at 
 are consecutive positions of one request. So a cache that is computed again has the bits of the one that was lost.
 
 Matrix products of different shapes may sum in different orders: with MKL in float32, one or two rows give other bits
-than four or more. :meth:`Passes.prove` therefore runs random rows through each shape, among other rows, at other places
-and with fewer chunks of context, and compares bits with the largest shape. The order of a sum depends on shapes alone,
-never on values, so what agrees there agrees on this machine with this number of threads. A shape that differs is not
-used: its rows go through the next larger one that agrees.
+than four or more. :meth:`Passes.prove` therefore compares each shape with the largest, bit for bit: the linear layers
+with sums that leave only their rounding (:mod:`equipoise.rollout.hf.proof`), attention before it is rounded, and the
+whole model, with rows in other company, at other places and with fewer chunks of context. The order of a sum depends on
+shapes, not on values, so what agrees there agrees on this machine with this number of threads. A shape that differs is
+not used: its rows go through the next larger one that agrees.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 from equipoise.errors import InvalidInput, must
-from equipoise.rollout.hf import attention
+from equipoise.rollout.hf import attention, proof
 from equipoise.rollout.hf.cache import SPARE, ZEROS, PagedCache
 
 
@@ -120,26 +121,51 @@ class Passes:
         return tokens[:, None], positions[:, None], paged
 
     def prove(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Shapes that give each row the bits of the largest, rising.
+        """Shapes that give each row the bits of the largest, rising; none below :data:`proof.LEAST_ROWS`.
 
         Raises:
             InvalidInput: the largest shape does not compute each row by itself (experts that share a product, say).
         """
-        largest = max(sizes)
+        wished = sorted({max(size, proof.LEAST_ROWS) for size in sizes})
+        largest = wished[-1]
         kept, graphs = self.cache, self.cuda_graphs
         self.cache, self.cuda_graphs = _random_cache(self.cache, largest, self.chunk_tokens), False
         try:
             rows = _random_rows(
                 self.cache, largest, self.chunk_tokens, int(self.hf.config.get_text_config().vocab_size)
             )
+            agreeing = proof.linear_sizes(self.hf, wished)
+            found = [size for size in wished if size in agreeing and self._attends_alike(rows, size)]
             want = self._bits(rows, largest)
-            if not self._agree(rows, want, largest):
-                name = type(self.hf).__name__
-                remedy = "pass a model without experts or batch statistics"
-                raise InvalidInput(must(f"{name}", "compute each row by itself", "bits that other rows change", remedy))
-            return (*sorted(size for size in set(sizes) if size < largest and self._agree(rows, want, size)), largest)
+            found = [size for size in found if self._agree(rows, want, size)]
         finally:
             self.cache, self.cuda_graphs = kept, graphs
+        if largest not in found:
+            name = type(self.hf).__name__
+            remedy = "pass a model without experts or batch statistics"
+            raise InvalidInput(must(f"{name}", "compute each row by itself", "bits that other rows change", remedy))
+        return tuple(found)
+
+    def _attends_alike(self, rows: Sequence[TokenRow], size: int) -> bool:
+        """Whether attention agrees before its result is rounded to the dtype of the model."""
+        text, pool = self.hf.config.get_text_config(), self.cache.pools[0]
+        wide = torch.promote_types(pool.dtype, torch.float32)
+        draws = torch.Generator().manual_seed(0)
+        query = torch.randn(len(rows), text.num_attention_heads, pool.shape[-1], generator=draws).to(pool.device, wide)
+        want = attention.attend(query, pool, self._tensors(rows, len(rows))[2], 1.0)
+        for places in self._places(rows, size):
+            part = attention.attend(query[places], pool, self._tensors([rows[i] for i in places], len(places))[2], 1.0)
+            if not torch.equal(part, want[places]):
+                return False
+        return True
+
+    @staticmethod
+    def _places(rows: Sequence[TokenRow], size: int) -> list[list[int]]:
+        """``size`` rows of all lengths, and ``size`` short ones (repeated, where there are fewer), in other orders."""
+        shuffled = np.random.default_rng(size).permutation(len(rows)).tolist()
+        positions = np.array([row.position for row in rows])
+        short: list[int] = np.argsort(positions, kind="stable").tolist()
+        return [shuffled[:size], (short[: -(-len(rows) // 2)] * 2)[:size]]
 
     def _bits(self, rows: Sequence[TokenRow], size: int) -> torch.Tensor:
         logits = self.run(rows, size=size, head=True)
@@ -147,13 +173,12 @@ class Passes:
         return logits.clone()
 
     def _agree(self, rows: Sequence[TokenRow], want: torch.Tensor, size: int) -> bool:
-        """Whether rows in other company, at other places and with fewer chunks keep their bits."""
-        shuffled = np.random.default_rng(size).permutation(len(rows)).tolist()
-        short = [place for place in shuffled if rows[place].position < self.chunk_tokens]
-        for places in (shuffled[:size], short[:size], shuffled[: max(1, size // 2)]):
-            if not torch.equal(self._bits([rows[place] for place in places], size), want[places]):
-                return False
-        return True
+        """Whether rows of the model keep their bits, with padding beside them too."""
+        whole, short = self._places(rows, size)
+        return all(
+            torch.equal(self._bits([rows[i] for i in places], size), want[places])
+            for places in (whole, short, whole[: size // 2])
+        )
 
 
 def _random_cache(cache: PagedCache, num_rows: int, chunk_tokens: int) -> PagedCache:

@@ -1,0 +1,73 @@
+"""Which numbers of rows give each row the same bits, told from sums that leave nothing but their rounding."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# torch's modules are typed in part only.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+LEAST_ROWS = 4
+"""Fewer are never run: libraries multiply one or two rows in ways of their own, and all weights are read anyway."""
+
+
+def linear_sizes(model: torch.nn.Module, sizes: Sequence[int]) -> set[int]:
+    r"""Sizes at which every linear layer of ``model`` sums as at the largest.
+
+    Each shape is run with inputs and weights for which :math:`\sum_k x_k w_k = 0`: terms come in pairs of opposite sign
+    at random places, over a wide range of magnitudes. What comes out is rounding alone, so another order of the sum
+    changes leading digits, which rounding the result to half precision cannot hide.
+    """
+    agreeing = set(sizes)
+    for inputs, outputs, dtype, biased in sorted(_linear_shapes(model), key=str):
+        device = next(model.parameters()).device
+        x, weight = null_sums(max(sizes), inputs, outputs, dtype)
+        x, weight = x.to(device)[:, None], weight.to(device)
+        bias = torch.zeros(outputs, dtype=dtype, device=device) if biased else None
+        want = functional.linear(x, weight, bias)
+        agreeing = {
+            size
+            for size in agreeing
+            if all(
+                torch.equal(functional.linear(x[places], weight, bias), want[places])
+                for places in _places(max(sizes), size)
+            )
+        }
+    return agreeing
+
+
+def null_sums(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs (rows, inputs) and weights (outputs, inputs) whose products are 0 but for rounding; the same each time.
+
+    >>> x, weight = null_sums(4, 6, 3, torch.float64)
+    >>> bool(((x @ weight.T).abs() < 1e-10).all())
+    True
+    """
+    draws = torch.Generator().manual_seed(inputs + outputs)
+    half = inputs // 2
+    first, second = torch.randperm(inputs, generator=draws)[: 2 * half].reshape(2, half)
+    x = torch.zeros(rows, inputs)
+    x[:, first] = torch.randn(rows, half, generator=draws) * torch.exp2(12 * torch.rand(half, generator=draws) - 6)
+    x[:, second] = -x[:, first]
+    weight = torch.randn(outputs, inputs, generator=draws)
+    weight[:, second] = weight[:, first]
+    return x.to(dtype), weight.to(dtype)
+
+
+def _linear_shapes(model: torch.nn.Module) -> set[tuple[int, int, torch.dtype, bool]]:
+    found: set[tuple[int, int, torch.dtype, bool]] = set()
+    for part in model.modules():
+        if isinstance(part, torch.nn.Linear):
+            bias: Any = part.bias
+            found.add((part.in_features, part.out_features, part.weight.dtype, bias is not None))
+    return found
+
+
+def _places(rows: int, size: int) -> Iterator[torch.Tensor]:
+    """The first rows in their order, and rows from all over in another."""
+    yield torch.arange(size)
+    yield torch.randperm(rows, generator=torch.Generator().manual_seed(size))[:size]
