@@ -23,7 +23,7 @@ def _start(target: Callable[[int, str], None], world_size: int, folder: Path) ->
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(120)
+        process.join(240)
         if process.is_alive():
             process.kill()
     return [process.exitcode for process in ranks]
@@ -73,6 +73,13 @@ def test_m3_an_idle_rank_gets_work_and_the_tier_falls(ranks: list[dict[str, Any]
     assert sum(tier < unmoved for *_, tier, unmoved, _ in checks) > 2
     still = ranks[0]["still"]["checks"]
     assert len(checks) < len(still), "rank 0 has more requests than slots: the other rank's slots shorten the rollout"
+
+
+def test_one_rebalancer_serves_rollout_after_rollout(ranks: list[dict[str, Any]]) -> None:
+    for rank, seen in enumerate(ranks):
+        first, moves, second, all_moves = seen["twice"]
+        assert (first, second) == ((6, 1) if rank == 0 else (1, 6))
+        assert 0 < moves < all_moves
 
 
 def test_ranks_agree_on_every_check(ranks: list[dict[str, Any]]) -> None:
