@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -34,11 +35,17 @@ def main(config: Any) -> None:
     print(f"{settings.algorithm} on {settings.engine}, dp {settings.dp}, sp {settings.sp}, in {out}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of a model this small cost more than they save
     ranks = ["--standalone", f"--nproc-per-node={settings.dp * settings.sp}", "-m", "examples.minimal.train"]
-    arguments = [f"--config-name={job.job.config_name}", *job.overrides.task, f"out='{out}'"]
+    given = [word for word in job.overrides.task if not word.startswith("out=")]
+    arguments = [f"--config-name={job.job.config_name}", *given, f"out={_quoted(str(out))}"]
     try:
         torchrun([*ranks, *arguments])
     except (ChildFailedError, SignalException) as error:
         sys.exit(f"{error}\nTo go on from the last checkpoint: python -m examples.minimal {shlex.join(arguments)}")
+
+
+def _quoted(value: str) -> str:
+    """For Hydra's grammar, where it would read more into the value than a string."""
+    return value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", "\\'") + "'"
 
 
 if __name__ == "__main__":
