@@ -53,7 +53,10 @@ def test_values_of_another_type_and_unknown_keys_are_refused() -> None:
         ({"rollouts": 1}, "rollouts must be at least 2 with algorithm=grpo, got 1"),
         ({"sp": 3}, r"sp must divide the model's 4 heads, got 3; legal values: \[1, 2, 4\]"),
         ({"prompts": 3, "rollouts": 2, "mini_batches": 4}, r"mini_batches must divide .* = 6, got 4; .*\[1, 2, 3, 6\]"),
-        ({"prompts": 1, "rollouts": 2, "dp": 4}, "dp must be at most the 1 rows of an optimizer step, got 4"),
+        (
+            {"prompts": 1, "rollouts": 2, "mini_batches": 2, "dp": 4},
+            "dp must be at most the 1 rows of an optimizer step, got 4",
+        ),
         ({"max_token_len_per_gpu": 30, "sp": 2}, "max_token_len_per_gpu must be at least 31, to hold the longest row"),
     ],
 )
