@@ -80,7 +80,10 @@ def value_loss(
     losses = plain = (now - target).square()
     clipped = torch.zeros_like(plain)
     if clip is not None:
-        bounded = (before + (now - before).clamp(-clip, clip) - target).square()
+        moved = now - before
+        # within the clip the value itself, not before + moved, whose last bit would count as clipped or not
+        bounded = torch.where(moved.abs() <= clip, now, before + moved.clamp(-clip, clip)) - target
+        bounded = bounded.square()
         losses = torch.maximum(plain, bounded)
         clipped = (bounded > plain).to(plain.dtype)
     loss = share.loss(losses / 2)
