@@ -266,6 +266,19 @@ def states(out: dict[str, Any]) -> None:
     with made.train_mode():
         out["state/cap"] = refused(lambda: made.train_batch(data, loss, plan=wide))
         out["state/ranks"] = refused(lambda: made.train_batch(data, loss, plan=other))
+        mixed = eq.plan_step([*ref.LENGTHS[::-1]], eq.StepSpec(dp_size=1, max_token_len_per_gpu=ref.CAP))
+        out["state/other rows"] = refused(lambda: made.train_batch(data, loss, plan=mixed))
+        loose = engine("ddp", "language_model", "llama", max_token_len_per_gpu=8, oversize="alone")
+        spec = eq.StepSpec(dp_size=1, max_token_len_per_gpu=8, oversize="alone")
+        with warnings.catch_warnings(), loose.train_mode():
+            warnings.simplefilter("ignore")
+            alone = eq.plan_step(ref.LENGTHS, spec)
+            rows = ref.batch(alone.rank_rows(0).tolist())
+            out["state/alone"] = loose.train_batch(rows, loss, plan=alone).stepped
+        detached = lambda columns, rows, group: (torch.tensor(1.0), {})  # noqa: E731
+        number = lambda columns, rows, group: (columns["log_probs"].values().sum(), {"kl": 1.0})  # noqa: E731
+        out["state/detached"] = refused(lambda: made.train_batch(data, detached))
+        out["state/number"] = refused(lambda: made.train_batch(data, number))
         out["state/no loss"] = refused(lambda: made.forward_backward_batch(data, None))
         out["state/mini_batch"] = refused(lambda: made.train_batch(data, loss, mini_batch=0))
         out["state/temperature"] = refused(lambda: made.infer_batch(data, temperature=0.0))

@@ -213,6 +213,9 @@ def test_i1_a_rank_without_rows_agrees_that_no_token_counts(seen: Seen) -> None:
         ("frozen", "WrongState: optimizer must be there for training"),
         ("cap", "InvalidInput: plan must keep to the engine's cap of 16 tokens, got"),
         ("ranks", "InvalidInput: plan must be for the group's 1 ranks, got 2"),
+        ("other rows", "InvalidInput: data must keep each micro-batch of the plan within its cap of 16 tokens, got"),
+        ("detached", "InvalidInput: loss must be attached to the model's outputs"),
+        ("number", "InvalidInput: metrics['kl'] must be a metric that merges, got 1.0"),
         ("no loss", "InvalidInput: loss_function must be given for training"),
         ("mini_batch", "InvalidInput: mini_batch must be None without a plan, got 0"),
         ("temperature", "InvalidInput: temperature must be above 0, got 0.0"),
@@ -221,6 +224,10 @@ def test_i1_a_rank_without_rows_agrees_that_no_token_counts(seen: Seen) -> None:
 )
 def test_what_comes_out_of_turn_is_refused(seen: Seen, case: str, text: str) -> None:
     assert seen.worlds[1][0][f"state/{case}"].startswith(text)
+
+
+def test_a_plan_with_lone_rows_above_the_cap_runs_where_the_engine_allows_them(seen: Seen) -> None:
+    assert seen.worlds[1][0]["state/alone"]
 
 
 def test_an_engine_without_an_optimizer_still_infers(seen: Seen) -> None:

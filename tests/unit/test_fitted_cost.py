@@ -80,3 +80,10 @@ def test_bad_measurements_are_refused() -> None:
         eq.FittedCost.fit([[1], [2], [3]], [1.0])
     with pytest.raises(eq.InvalidInput, match=r"row_lengths_per_call\[2\]\[0\] must be at least 0"):
         eq.FittedCost.fit([[1], [2], [-3]], [1.0, 1.0, 1.0])
+
+
+def test_a_fit_in_which_tokens_take_no_time_does_not_plan() -> None:
+    fit = eq.FittedCost.fit([[100], [200], [300], [400]], [4.0, 3.0, 2.0, 1.0])
+    assert fit.seconds([100]) == pytest.approx(2.5)
+    with pytest.raises(eq.InvalidInput, match="coefficient above 0"):
+        fit([100])

@@ -190,7 +190,7 @@ class BaseEngine(ABC):
         """One optimizer step on the rows of one mini-batch.
 
         Args:
-            data: this rank's rows.
+            data: this rank's rows; with a plan in its dispatch order (``plan.rank_rows(rank)``).
             loss_function: see :data:`LossFunction`.
             **options: fields of :class:`PassOptions`.
 

@@ -276,7 +276,17 @@ def _planned(
     if n not in (wanted, int(ends[-1])):
         rule = f"have the {wanted} rows that the plan gives rank {_rank(rank, group)}"
         raise InvalidInput(must("data", rule, n, "reorder the batch by plan.order and cut it by rank"))
-    return [rows - first for rows in chosen]
+    indices = [rows - first for rows in chosen]
+    cap = plan.spec.cap
+    if cap is not None:
+        lengths = token_lengths(data)
+        for rows in indices:
+            tokens = int(lengths[rows].sum())
+            if rows.size > 1 and tokens > cap:
+                rule = f"keep each micro-batch of the plan within its cap of {cap} tokens"
+                remedy = "pass the rows that were planned, in dispatch order: eq.reorder(batch, plan.rank_rows(rank))"
+                raise InvalidInput(must("data", rule, tokens, remedy))
+    return indices
 
 
 def _rank(rank: int | None, group: Any) -> int:

@@ -129,6 +129,7 @@ class TorchEngine(BaseEngine):
             loss = _nothing(columns)
             if loss_function is not None and rows.size:
                 share, logged = loss_function(columns, micro_batch, self.dp_group)
+                _check_loss(share, logged, training=not forward_only)
                 loss = share + loss
                 metrics.append(logged)
             if not forward_only:
@@ -250,10 +251,11 @@ class TorchEngine(BaseEngine):
     def _micro_batches(self, data: TensorDict, asked: PassOptions) -> MicroBatches:
         if asked.plan is not None:
             limit = self.config.max_token_len_per_gpu
-            if limit is not None and asked.plan.stats.max_tokens > limit * self.config.sp_size:
+            alone = self.config.oversize == asked.plan.spec.oversize == "alone"
+            most = asked.plan.spec.cap if alone else asked.plan.stats.max_tokens
+            if limit is not None and (most is None or most > limit * self.config.sp_size):
                 rule = f"keep to the engine's cap of {limit * self.config.sp_size} tokens"
-                got = asked.plan.stats.max_tokens
-                raise InvalidInput(must("plan", rule, got, "plan with the engine's max_token_len_per_gpu and sp_size"))
+                raise InvalidInput(must("plan", rule, most, "plan with the engine's max_token_len_per_gpu and sp_size"))
             return prepare_micro_batches(data, plan=asked.plan, mini_batch=asked.mini_batch, group=self.dp_group)
         cap, rows = self.config.max_token_len_per_gpu, self.config.micro_batch_size_per_gpu
         if asked.max_token_len_per_gpu is not None or asked.micro_batch_size_per_gpu is not None:
@@ -341,6 +343,17 @@ def _optimizer(config: OptimizerConfig, parameters: list[Any]) -> torch.optim.Op
     if config.name == "sgd":
         return torch.optim.SGD(parameters, lr=rate, momentum=config.momentum, weight_decay=config.weight_decay)
     return torch.optim.AdamW(parameters, lr=rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+
+
+def _check_loss(share: torch.Tensor, metrics: Mapping[str, AnyMetric], *, training: bool) -> None:
+    """What a loss function gives must train something and merge with that of other micro-batches."""
+    if training and not share.requires_grad:
+        remedy = "compute it from the outputs it is given, without detach"
+        raise InvalidInput(must("loss", "be attached to the model's outputs", "a detached tensor", remedy))
+    for name, metric in metrics.items():
+        if not isinstance(metric, tuple(_EMPTY)):
+            remedy = "use eq.Metric(sum, count), Metric.max or Metric.min"
+            raise InvalidInput(must(f"metrics[{name!r}]", "be a metric that merges", metric, remedy))
 
 
 def _nothing(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -43,7 +43,8 @@ def policy_loss(
         inputs: the tokens of the micro-batch.
         config: settings; the defaults if None.
         loss_agg_mode: of :func:`equipoise.agg_loss`; the loss's own default if None.
-        denominators: of the whole optimizer step, over all ranks; those of this call if None, with one rank.
+        denominators: of the whole optimizer step, over all ranks; those of this call if None, with one rank. They count
+            rows without a token too (:class:`LossDenominators`), which ``agg_loss`` by itself leaves out.
         dp_size: data-parallel ranks whose gradients are averaged.
         loss_scale_factor: constant horizon of "seq-mean-token-sum-norm".
         prefix: of the metrics' names.

@@ -88,9 +88,11 @@ class StepSpec:
         if isinstance(self.seed, bool) or not hasattr(self.seed, "__index__") or self.seed < 0:
             raise InvalidInput(must("seed", "be a whole number of at least 0", self.seed, "use 0"))
         overhead = self.micro_batch_overhead
-        if isinstance(overhead, bool) or not 0 <= overhead < float("inf"):
+        if not isinstance(overhead, (int, float)) or isinstance(overhead, bool) or not 0 <= overhead < float("inf"):
             rule = "be a number of at least 0"
             raise InvalidInput(must("micro_batch_overhead", rule, overhead, "use 0 where micro-batches cost nothing"))
+        if self.equal_count not in (True, False):
+            raise InvalidInput(must("equal_count", "be True or False", self.equal_count, "use True for equal rows"))
         choices = {
             "algorithm": Algorithm,
             "composition": Composition,

@@ -105,7 +105,7 @@ def plan_rebalance(
 
     Args:
         requests_by_rank: unfinished requests of each rank of the group, running and waiting; [] for an idle rank.
-        tiers: decode-graph sizes in requests, falling.
+        tiers: decode-graph sizes in requests, falling. Nothing moves for a group that the largest cannot hold either.
         slots: most requests that a rank can hold, one number or one for each rank.
         min_gain: least predicted seconds that justify moving; needs ``step_time``.
         step_time: seconds of a decode step from the tier and the KV tokens of the fullest rank.

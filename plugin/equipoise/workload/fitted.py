@@ -40,13 +40,23 @@ class FittedCost:
     num_outliers: int
 
     def __call__(self, lengths: Any) -> FloatArray:
-        """Seconds of each row, shape (n,)."""
-        tokens = as_lengths(lengths).astype(np.float64)
-        return self.linear * tokens + self.quadratic * tokens * tokens
+        """Seconds of each row, shape (n,).
+
+        Raises:
+            InvalidInput: the calls it was fitted to did not show that tokens take time.
+        """
+        if self.linear == 0 and self.quadratic == 0:
+            rule = "have a coefficient above 0 to tell rows apart"
+            raise InvalidInput(must("FittedCost", rule, self, "measure calls of other lengths, or use another model"))
+        return self._of_rows(lengths)
 
     def seconds(self, lengths: Any) -> float:
         """Predicted seconds of one call with these rows."""
-        return self.per_call + float(self(lengths).sum())
+        return self.per_call + float(self._of_rows(lengths).sum())
+
+    def _of_rows(self, lengths: Any) -> FloatArray:
+        tokens = as_lengths(lengths).astype(np.float64)
+        return self.linear * tokens + self.quadratic * tokens * tokens
 
     @classmethod
     def fit(cls, row_lengths_per_call: Sequence[Any], seconds: Any) -> FittedCost:

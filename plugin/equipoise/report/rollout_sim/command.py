@@ -89,9 +89,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="PNG of tiers and running requests over time, before and after (first seed)")
     options = parser.parse_args(argv)
     quick = options.quick
-    options.ranks = options.ranks or (16 if quick else setting.num_ranks)
-    options.requests = options.requests or (32 if quick else setting.requests_per_rank)
-    options.longest = options.longest or (4096 if quick else law.longest)
+    for name, usual in (
+        ("ranks", 16 if quick else setting.num_ranks),
+        ("requests", 32 if quick else setting.requests_per_rank),
+        ("longest", 4096 if quick else law.longest),
+    ):
+        if getattr(options, name) is None:
+            setattr(options, name, usual)
+        elif getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.kv_price < 0:
+        parser.error(f"--kv-price must be at least 0, got {options.kv_price}")
     options.seeds = 2 if quick and options.seeds is None else 20 if options.seeds is None else options.seeds
     options.check_interval = options.check_interval or [100 if quick else setting.check_interval]
     if options.seeds < 1:
