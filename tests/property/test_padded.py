@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -208,3 +208,24 @@ def test_a_model_that_returns_no_cost_is_refused() -> None:
 
     with pytest.raises(InvalidInput, match=r"Broken.micro_batch\(lengths\) must be finite and at least 0, got nan"):
         plan_step([1, 2], StepSpec(dp_size=1), cost=Broken())
+
+
+def test_more_than_a_thousand_rows_keep_the_multiple_or_are_refused() -> None:
+    common: dict[str, Any] = {"dp_size": 2, "micro_batch_multiple": 2, "max_token_len_per_gpu": 100}
+    with pytest.raises(InfeasiblePlan, match="micro_batch_multiple = 2"):
+        plan_step([100] * 2050, StepSpec(**common), cost=PaddedCost())
+    plan = plan_step([100] * 2052, StepSpec(**common), cost=PaddedCost())
+    assert plan.num_micro_batches == (1026,)
+
+
+def test_many_rows_cost_no_more_than_by_a_plain_rule() -> None:
+    lengths = [4000] + [i % 19 + 1 for i in range(515)]
+    lockstep = {
+        algorithm: plan_step(
+            lengths,
+            StepSpec(dp_size=4, max_token_len_per_gpu=4000, algorithm=cast(Any, algorithm)),
+            cost=PaddedCost(),
+        ).stats.lockstep_cost
+        for algorithm in ("refined", "kk", "lpt")
+    }
+    assert lockstep["refined"] <= min(lockstep["kk"], lockstep["lpt"])

@@ -298,3 +298,42 @@ def test_i1_a_row_of_zeros_among_others_adds_nothing() -> None:
         (gradient,) = torch.autograd.grad(total, loss)
         assert torch.isfinite(total)
         assert (gradient[1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_summed_in_float32_padded_or_jagged(dtype: torch.dtype) -> None:
+    """700 tokens of 100 overflow float16, and a sum of ones in bfloat16 stops growing at 256."""
+    for value, width in ((100.0, 700), (1.0, 2000)):
+        row = torch.full((width,), value, dtype=dtype)
+        jagged = torch.nested.as_nested_tensor([row], layout=torch.jagged)
+        mask = torch.nested.as_nested_tensor([torch.ones(width)], layout=torch.jagged)
+        for mode in ("token-mean", "seq-mean-token-mean"):
+            assert float(eq.agg_loss(row[None], torch.ones(1, width), mode)) == value
+            assert float(eq.agg_loss(jagged, mask, mode)) == value
+        assert float(eq.sft_loss(-row[None], torch.ones(1, width))[0]) == value
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"batch_num_tokens": -8, "dp_size": 2}, "batch_num_tokens must be a whole number of at least 0, got -8"),
+        ({"batch_num_tokens": float("nan")}, "batch_num_tokens must be a whole number"),
+        ({"batch_num_tokens": 2.9}, "batch_num_tokens must be a whole number of at least 0, got 2.9"),
+        ({"batch_num_tokens": "a"}, "batch_num_tokens must be a whole number"),
+        ({"dp_size": 0}, "dp_size must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_impossible_counts_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(eq.InvalidInput, match=text):
+        eq.agg_loss(torch.ones(1, 4), torch.ones(1, 4), "token-mean", **settings)
+
+
+def test_metrics_of_half_precision_keep_counting() -> None:
+    one = eq.Metric(torch.tensor(1.0, dtype=torch.float16), torch.tensor(1, dtype=torch.uint8))
+    total = one
+    for _ in range(4999):
+        total = total + one
+    assert total.value == 1.0
+    assert int(total.count) == 5000
+    largest = [eq.Metric.max(float("nan")), eq.Metric.max(1.0)]
+    assert all(str((a + b).value) == "nan" for a, b in (largest, reversed(largest)))

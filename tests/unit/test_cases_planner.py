@@ -532,3 +532,10 @@ def test_no_warning_without_a_long_row() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         planned(draw(16), StepSpec(dp_size=2, max_token_len_per_gpu=8192, oversize="alone"))
+
+
+def test_settings_of_numpy_integers_do_not_overflow() -> None:
+    wide: dict[str, Any] = {"max_token_len_per_gpu": np.int32(1_200_000_000), "sp_size": np.int16(4)}
+    assert StepSpec(dp_size=2, **wide).cap == 4_800_000_000
+    narrow: dict[str, Any] = {"dp_size": np.uint8(2), "num_mini_batches": np.int8(2)}
+    planned([4, 3, 2, 1], StepSpec(**narrow))

@@ -199,3 +199,12 @@ def test_a_row_is_packed_from_jagged_tokens_only(ids: Any) -> None:
     data = TensorDict({} if ids is None else {"input_ids": ids}, batch_size=[2])
     with pytest.raises(InvalidInput, match="input_ids must be jagged rows of token ids"):
         PackedRow.of(data)
+
+
+def test_outputs_of_micro_batches_have_the_same_columns() -> None:
+    ids = torch.nested.as_nested_tensor([torch.arange(3), torch.arange(2)], layout=torch.jagged)
+    cut = eq.prepare_micro_batches(TensorDict({"input_ids": ids}, batch_size=[2]), micro_batch_size=1)
+    one = torch.zeros(1)
+    for first, second in (({"y": one}, {"y": one, "z": one}), ({"y": one, "z": one}, {"y": one})):
+        with pytest.raises(eq.InvalidInput, match=r"outputs\[1\] must have the columns"):
+            cut.restore([first, second])

@@ -57,6 +57,9 @@ class MicroBatches(NamedTuple):
             raise InvalidInput(must("outputs", rule, len(outputs), "pass them all"))
         indices = [self.indices[i] for i in real]
         for i, (output, rows) in enumerate(zip(outputs, indices, strict=True)):
+            if set(output.keys()) != set(outputs[0].keys()):
+                rule = f"have the columns {sorted(map(str, outputs[0].keys()))} of the first"
+                raise InvalidInput(must(f"outputs[{i}]", rule, sorted(map(str, output.keys())), "give all the same"))
             for name, column in output.items():
                 if len(column) != rows.size:
                     rule = f"have the {rows.size} rows of its micro-batch"
@@ -119,7 +122,7 @@ def prepare_micro_batches(
     [[0], [1, 2]]
     """
     ask = _Ask(
-        cap=None if max_token_len is None else max_token_len * positive("sp_size", sp_size, "use 1 without it"),
+        cap=None if max_token_len is None else int(max_token_len) * positive("sp_size", sp_size, "use 1 without it"),
         rows=micro_batch_size,
         together=positive("force_group_size", force_group_size, "use 1 for rows that may part"),
         multiple=positive("multiple", multiple, "use 1 for any count"),
@@ -183,14 +186,15 @@ def token_lengths(data: TensorDict) -> IntArray:
 def _agreed(data: TensorDict, ask: _Ask, group: Any) -> list[IntArray]:
     mine = Need()
     units, parts = np.zeros(0, dtype=np.int64), list[IntArray]()
-    own_error: InvalidInput | None = None
+    own_error: Exception | None = None
     try:
         lengths = token_lengths(data)
         if lengths.size and lengths.min() < 1:
             row = int(lengths.argmin())
             raise InvalidInput(must(f"row {row}", "have a token", 0, "drop the row, or pad it to one"))
         mine, units, parts = _first_cut(lengths, ask)
-    except InvalidInput as error:  # the other ranks are told of it first
+    except (InvalidInput, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        # the other ranks are told of it first
         own_error = error
         mine = Need(fault=Fault.MALFORMED)
     mine = Need(**{**mine.__dict__, "settings": checksum(ask)})

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from equipoise._checks import positive
 from equipoise.errors import InvalidInput, must, nearest
 from equipoise.loss.sequences import Sequences, flat, numbers_of_rows, sequences_of
 
@@ -87,6 +88,7 @@ def aggregate(
         raise InvalidInput(
             must("loss_agg_mode", f"be one of {list(MODES)}", loss_agg_mode, nearest(str(loss_agg_mode), MODES))
         )
+    positive("dp_size", dp_size, "use 1 without data parallelism")
     losses = sequences.select(loss_mat)
     if loss_agg_mode.startswith("token"):
         total = losses.sum() * dp_size
@@ -100,7 +102,7 @@ def aggregate(
     total = per_sequence.sum() * dp_size / rows
     if loss_agg_mode != "seq-mean-token-sum-norm":
         return total
-    if loss_scale_factor is None or loss_scale_factor <= 0:
+    if loss_scale_factor is None or not 0 < loss_scale_factor < float("inf"):
         rule = "be a constant above 0 with seq-mean-token-sum-norm"
         remedy = "set the response length limit; the width of a batch would change the loss with its padding"
         raise InvalidInput(must("loss_scale_factor", rule, loss_scale_factor, remedy))
@@ -186,4 +188,10 @@ def _count(field: str, value: int | None, dp_size: int, local: torch.Tensor) -> 
                 must(field, f"be given with dp_size = {dp_size}", None, "count over all ranks (LossDenominators.of)")
             )
         value = int(local)
-    return max(int(value), 1)  # an all-masked mini-batch has loss 0, not NaN
+    try:
+        whole = int(value)
+    except (TypeError, ValueError, OverflowError):
+        whole = -1
+    if whole < 0 or whole != value:
+        raise InvalidInput(must(field, "be a whole number of at least 0", value, "count over all ranks"))
+    return max(whole, 1)  # an all-masked mini-batch has loss 0, not NaN

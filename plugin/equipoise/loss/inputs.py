@@ -44,7 +44,9 @@ class PolicyConfig:
             raise InvalidInput(must("clip_high", "be at least 0", self.clip_high, "use math.inf for no upper clip"))
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise InvalidInput(must("dual_clip", "be above 1", self.dual_clip, "use None for no dual clip"))
-        if not self.kl_coef >= 0:
+        if not abs(self.entropy_coef) < float("inf"):
+            raise InvalidInput(must("entropy_coef", "be a finite number", self.entropy_coef, "use 0 for no bonus"))
+        if not 0 <= self.kl_coef < float("inf"):
             raise InvalidInput(must("kl_coef", "be at least 0", self.kl_coef, "use 0 for no KL term"))
         if self.kl_kind not in KL_KINDS:
             raise InvalidInput(

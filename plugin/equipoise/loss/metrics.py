@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Union, cast
@@ -256,13 +257,16 @@ def _scalar(field: str, value: Scalar) -> Scalar:
         return value
     if value.numel() != 1:
         raise InvalidInput(must(field, "be one number", tuple(value.shape), "sum it first, or use Metric.of"))
-    return value.detach().reshape(())
+    value = value.detach().reshape(())
+    if value.dtype in (torch.float16, torch.bfloat16):
+        return value.float()  # as sums they would stop growing at a few thousand
+    return value if value.is_floating_point() else value.long()
 
 
 def _larger(a: Scalar, b: Scalar) -> Scalar:
     device = next((x.device for x in (a, b) if isinstance(x, torch.Tensor)), None)
     if device is None:
-        return max(a, b)
+        return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
     return torch.maximum(*(torch.as_tensor(x, dtype=torch.float64, device=device) for x in (a, b)))
 
 

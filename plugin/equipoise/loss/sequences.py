@@ -101,6 +101,8 @@ def segment_keys(segment_ids: torch.Tensor, loss_mask: torch.Tensor) -> tuple[to
 def flat(column: torch.Tensor, mask: torch.Tensor, field: str) -> torch.Tensor:
     """``column`` in the form in which :func:`sequences_of` puts ``mask``: jagged rows one after another, (1, tokens).
 
+    Half precision becomes float32: a sum of thousands of tokens would stop growing, or overflow.
+
     Raises:
         InvalidInput: the column is not of the mask's shape.
     """
@@ -112,7 +114,7 @@ def flat(column: torch.Tensor, mask: torch.Tensor, field: str) -> torch.Tensor:
         if column.shape != mask.shape:
             rule = f"have the mask's shape {tuple(mask.shape)}"
             raise InvalidInput(must(field, rule, tuple(column.shape), "pass one value per token"))
-        return column
+        return _wide(column)
     lengths = _row_lengths(column, field)
     # equal shapes share their offsets, which needs no look at the values
     if column.shape != mask.shape and not torch.equal(lengths, _row_lengths(mask, "loss_mask")):
@@ -120,7 +122,11 @@ def flat(column: torch.Tensor, mask: torch.Tensor, field: str) -> torch.Tensor:
         raise InvalidInput(must(field, "have rows as long as the mask's", found, "pass one value per token"))
     view = cast(Any, column)
     values = cast(torch.Tensor, view.values() if view.lengths() is None else torch.cat(view.unbind()))
-    return values.unsqueeze(0)
+    return _wide(values.unsqueeze(0))
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def like(values: torch.Tensor, column: torch.Tensor) -> torch.Tensor:

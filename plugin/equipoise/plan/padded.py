@@ -25,7 +25,6 @@ from equipoise.workload.padded import MicroBatchCost, micro_batch_cost
 
 _MAX_POSITIONS = 1024  # rows of a rank up to which all cuts are looked at; beyond, tiers are filled from the top
 _SMALL_ROWS = 64
-_RIVAL_ROWS = 512  # up to which the plain rules, which mix long rows with short ones, are tried beside the tiers
 _MAX_CALLS = 12_000  # of the cost model by the search of all mini-batches together
 
 
@@ -69,9 +68,7 @@ def search_padded(minis: list[MiniBatch], spec: StepSpec, model: MicroBatchCost)
 
 def _best(mini: MiniBatch, spec: StepSpec, model: MicroBatchCost, max_calls: int) -> Layout:
     found: list[PaddedLayout] = []
-    rules = (spec.algorithm,)
-    if spec.algorithm == "refined":
-        rules = ("kk", "lpt") if mini.cost.size <= _RIVAL_ROWS else ()
+    rules = ("kk", "lpt") if spec.algorithm == "refined" else (spec.algorithm,)
     tiers = _by_tiers(mini, spec, model)
     if spec.algorithm == "refined" and tiers is not None:
         found += [tiers, _descend(tiers, spec, max_calls)]
@@ -122,7 +119,7 @@ def _by_tiers(mini: MiniBatch, spec: StepSpec, model: MicroBatchCost) -> PaddedL
         return _tiers(mini, list(range(0, int(mini.rows[0]), mini.fixed_rows)), model)
     if mini.rows.min() > _MAX_POSITIONS:
         layout = _tiers(mini, _full_cuts(mini, spec, fewest_columns(mini, spec)), model)
-        return layout if layout.legal(spec.cap) else None
+        return layout if layout.legal(spec.cap) and layout.num_columns % spec.micro_batch_multiple == 0 else None
     best: PaddedLayout | None = None
     for cuts in _best_cuts(mini, spec, fewest_columns(mini, spec)):
         layout = _tiers(mini, cuts, model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from equipoise._checks import positive
 from equipoise.errors import InvalidInput, must, nearest
@@ -13,6 +13,18 @@ Composition = Literal["keep", "stratified", "sorted"]
 Objective = Literal["lockstep", "rank"]
 Oversize = Literal["error", "alone"]
 KeepGroups = Literal["none", "rank", "micro"]
+
+
+_COUNTS = {
+    "dp_size": "pass the number of data-parallel ranks",
+    "num_mini_batches": "pass the optimizer steps of one trainer step",
+    "sp_size": "use 1 without sequence parallelism",
+    "micro_batch_multiple": "use 1 without an interleaved pipeline",
+    "min_micro_batches": "use 1 unless a pipeline needs more",
+    "max_token_len_per_gpu": "pass the tokens that one GPU can hold",
+    "micro_batch_size_per_gpu": "pass the rows of one micro-batch",
+}
+_OPTIONAL = ("max_token_len_per_gpu", "micro_batch_size_per_gpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,27 +79,22 @@ class StepSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        positive("dp_size", self.dp_size, "pass the number of data-parallel ranks")
-        positive("num_mini_batches", self.num_mini_batches, "pass the optimizer steps of one trainer step")
-        positive("sp_size", self.sp_size, "use 1 without sequence parallelism")
-        positive("micro_batch_multiple", self.micro_batch_multiple, "use 1 without an interleaved pipeline")
-        positive("min_micro_batches", self.min_micro_batches, "use 1 unless a pipeline needs more")
-        if self.max_token_len_per_gpu is not None:
-            positive("max_token_len_per_gpu", self.max_token_len_per_gpu, "pass the tokens that one GPU can hold")
-        if self.micro_batch_size_per_gpu is not None:
-            positive("micro_batch_size_per_gpu", self.micro_batch_size_per_gpu, "pass the rows of one micro-batch")
-            if self.max_token_len_per_gpu is not None:
-                raise InvalidInput(
-                    must(
-                        "micro_batch_size_per_gpu",
-                        "be None when max_token_len_per_gpu is given",
-                        self.micro_batch_size_per_gpu,
-                        "choose fixed micro-batches or the token cap",
-                    )
+        for field, remedy in _COUNTS.items():
+            value = getattr(self, field)
+            if value is not None or field not in _OPTIONAL:  # numpy's integers would overflow in products
+                object.__setattr__(self, field, positive(field, value, remedy))
+        if self.micro_batch_size_per_gpu is not None and self.max_token_len_per_gpu is not None:
+            raise InvalidInput(
+                must(
+                    "micro_batch_size_per_gpu",
+                    "be None when max_token_len_per_gpu is given",
+                    self.micro_batch_size_per_gpu,
+                    "choose fixed micro-batches or the token cap",
                 )
+            )
         if isinstance(self.seed, bool) or not hasattr(self.seed, "__index__") or self.seed < 0:
             raise InvalidInput(must("seed", "be a whole number of at least 0", self.seed, "use 0"))
-        overhead = self.micro_batch_overhead
+        overhead: Any = self.micro_batch_overhead
         if not isinstance(overhead, (int, float)) or isinstance(overhead, bool) or not 0 <= overhead < float("inf"):
             rule = "be a number of at least 0"
             raise InvalidInput(must("micro_batch_overhead", rule, overhead, "use 0 where micro-batches cost nothing"))
