@@ -52,7 +52,7 @@ def quality(run: Run, path: Path) -> None:
 
 def planning_time(timings: Sequence[Timing], path: Path) -> None:
     """Processor time of one step by rows, with ranks growing alongside."""
-    figure, panel = plt.subplots(figsize=(7.5, 4.8))
+    figure, panel = plt.subplots(figsize=(10, 4.8))
     planners = list(dict.fromkeys(timing.planner for timing in timings))
     for ours in (True, False):
         names = [name for name in planners if is_ours(name) == ours]
@@ -75,7 +75,7 @@ def planning_time(timings: Sequence[Timing], path: Path) -> None:
     panel.set_ylabel("processor milliseconds")
     panel.set_title("Planning time of one step")
     panel.grid(alpha=0.3)
-    panel.legend(fontsize="small")
+    panel.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     _save(figure, path)
 
 
