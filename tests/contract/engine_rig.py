@@ -275,8 +275,13 @@ def states(out: dict[str, Any]) -> None:
             alone = eq.plan_step(ref.LENGTHS, spec)
             rows = ref.batch(alone.rank_rows(0).tolist())
             out["state/alone"] = loose.train_batch(rows, loss, plan=alone).stepped
-        detached = lambda columns, rows, group: (torch.tensor(1.0), {})  # noqa: E731
-        number = lambda columns, rows, group: (columns["log_probs"].values().sum(), {"kl": 1.0})  # noqa: E731
+
+        def detached(columns: Any, rows: Any, group: Any) -> Any:
+            return torch.tensor(1.0), {}
+
+        def number(columns: Any, rows: Any, group: Any) -> Any:
+            return columns["log_probs"].values().sum(), {"kl": 1.0}
+
         out["state/detached"] = refused(lambda: made.train_batch(data, detached))
         out["state/number"] = refused(lambda: made.train_batch(data, number))
         out["state/no loss"] = refused(lambda: made.forward_backward_batch(data, None))
