@@ -253,3 +253,10 @@ def test_the_value_loss_without_a_clip_is_half_the_square() -> None:
 def test_an_unknown_kl_estimator_names_the_nearest() -> None:
     with pytest.raises(eq.InvalidInput, match="kind must be one of"):
         eq.kl_penalty(torch.ones(1), torch.ones(1), "kl")
+
+
+@pytest.mark.parametrize("name", ["log_prob", "old_log_prob", "advantages", "loss_mask"])
+def test_a_column_that_every_loss_needs_is_asked_for(name: str) -> None:
+    columns: dict[str, Any] = dict.fromkeys(("log_prob", "old_log_prob", "advantages", "loss_mask"), torch.ones(1, 2))
+    with pytest.raises(eq.InvalidInput, match=f"{name} must be given"):
+        eq.PolicyInputs(**{**columns, name: None})

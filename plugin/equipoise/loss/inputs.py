@@ -84,6 +84,9 @@ class PolicyInputs:
     is_padding: Any = None
 
     def __post_init__(self) -> None:
+        for name in ("log_prob", "old_log_prob", "advantages", "loss_mask"):
+            if getattr(self, name) is None:
+                raise InvalidInput(must(name, "be given", None, "pass one value per token"))
         for field in fields(self):
             column = getattr(self, field.name)
             if field.name not in ("loss_mask", "segment_ids", "is_padding") and column is not None:
