@@ -258,5 +258,6 @@ def test_an_unknown_kl_estimator_names_the_nearest() -> None:
 @pytest.mark.parametrize("name", ["log_prob", "old_log_prob", "advantages", "loss_mask"])
 def test_a_column_that_every_loss_needs_is_asked_for(name: str) -> None:
     columns: dict[str, Any] = dict.fromkeys(("log_prob", "old_log_prob", "advantages", "loss_mask"), torch.ones(1, 2))
+    columns[name] = None
     with pytest.raises(eq.InvalidInput, match=f"{name} must be given"):
-        eq.PolicyInputs(**{**columns, name: None})
+        eq.PolicyInputs(**columns)
