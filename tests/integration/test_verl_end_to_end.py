@@ -55,6 +55,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
             "data.train_batch_size=6",
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
             "equipoise.rollout.enable=true",
+            "equipoise.rollout.transfer=kv",
             "equipoise.rollout.check_interval=1",
             "equipoise.rollout.tiers=[8,4,2,1]",
             "equipoise.rollout.profile=false",
@@ -208,6 +209,8 @@ def test_requests_are_routed_by_tokens_and_move(pool: dict[str, Future[Completed
         assert figures["length_error"] >= 0
         assert figures["moves"] <= figures["moves_planned"]
     assert sum(row["equipoise/rollout/moves"] for row in steps) >= 1
+    assert sum(row["equipoise/rollout/kv_bytes"] for row in steps) > 0
+    assert all(math.isfinite(row.get("equipoise/rollout/measured_saved_seconds", 0.0)) for row in steps)
     assert max(row["training/rollout_probs_diff_max"] for row in steps) < 1e-5  # also of responses that moved
     for name in ("grpo+", "grpo"):
         assert not any("/rollout/" in key for row in finished(pool, name).metrics for key in row)

@@ -8,7 +8,6 @@ import asyncio
 import json
 import random
 import sys
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.workers.rollout.router import get_router_handle
 
 from equipoise.config import RolloutConfig
+from equipoise.rollout.transfer import RequestState
 from equipoise.trainer_hooks.on_verl.rollout import router_file
 from equipoise.trainer_hooks.on_verl.rollout_client import MovingAsyncClient, MovingClient
-from equipoise.trainer_hooks.verl_on_cpu.generate import generate
 from equipoise.trainer_hooks.verl_on_cpu.patches import STREAM_KEY
 from equipoise.trainer_hooks.verl_on_cpu.server import HFCPUServer
-from equipoise.trainer_hooks.verl_on_cpu.serving import BatchQueue
 
 LIMIT = 240
 NUM_REQUESTS = 6
@@ -35,16 +33,27 @@ class Server(HFCPUServer):
     """The server with a random model in place of a loaded one."""
 
     def __init__(self) -> None:
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        shape: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        config = Qwen2Config(vocab_size=97, hidden_size=32, intermediate_size=48, **shape)
-        self.model = Qwen2ForCausalLM(config).eval()
-        self.config = OmegaConf.create({"seed": 3, "response_length": LIMIT, "max_num_seqs": 64})
-        self._sample = lambda *args, **kwargs: generate(self.model, *args, stop_ids=set(), pad_id=0, **kwargs)  # type: ignore[assignment]
-        self.queue = BatchQueue(self._answer, max_batch=64)
+        self.prefilled = 0
+        limits = {"prompt_length": 32, "response_length": LIMIT, "max_num_seqs": 64}
+        self._start(OmegaConf.create({"seed": 3, **limits}), _model, ())
         self.global_steps = 1
-        self._asked = Counter()
+
+    def _with_cache(self, state: RequestState) -> RequestState:
+        found = super()._with_cache(state)
+        if found.kv is None and found.output:
+            self.prefilled += found.num_tokens
+        return found
+
+    async def take_prefilled(self) -> int:
+        """Tokens of responses that went on without their cache, since the last call."""
+        prefilled, self.prefilled = self.prefilled, 0
+        return prefilled
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=97, hidden_size=32, intermediate_size=48, **shape))
 
 
 async def sample(servers: dict[str, Any], kind: type[MovingClient], *, transfer: str) -> dict[str, Any]:
@@ -80,10 +89,13 @@ def _kind(actor: object) -> str:
 
 def main(folder: Path) -> None:
     ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False)
-    servers = {f"s{i}": ray.remote(Server).options(max_concurrency=32).remote() for i in range(2)}
-    found = {"unmoved": asyncio.run(sample(servers, MovingClient, transfer="none"))}
-    for kind in (MovingClient, MovingAsyncClient):
-        found[kind.__name__] = asyncio.run(sample(servers, kind, transfer="recompute"))
+    servers: dict[str, Any] = {f"s{i}": ray.remote(Server).options(max_concurrency=32).remote() for i in range(2)}
+    found: dict[str, Any] = {"unmoved": asyncio.run(sample(servers, MovingClient, transfer="none"))}
+    found["MovingClient recompute"] = asyncio.run(sample(servers, MovingClient, transfer="recompute"))
+    found["MovingAsyncClient recompute"] = asyncio.run(sample(servers, MovingAsyncClient, transfer="recompute"))
+    ray.get([server.take_prefilled.remote() for server in servers.values()])
+    found["MovingClient kv"] = asyncio.run(sample(servers, MovingClient, transfer="kv"))
+    found["prefilled"] = ray.get([server.take_prefilled.remote() for server in servers.values()])
     (folder / "result.json").write_text(json.dumps(found))
     ray.shutdown()
 

@@ -8,8 +8,8 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,10 +24,13 @@ from transformers import (
 )
 
 from equipoise.errors import InvalidInput
+from equipoise.rollout.hf import DecodeConfig, DecodeEngine
+from equipoise.rollout.transfer import RequestState, Sampling
 from equipoise.trainer_hooks.verl_on_cpu.attention import NAME, register, row_lengths
-from equipoise.trainer_hooks.verl_on_cpu.generate import Completion, Request, generate
 from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_environment, cpu_overrides
-from equipoise.trainer_hooks.verl_on_cpu.serving import BatchQueue
+from equipoise.trainer_hooks.verl_on_cpu.patches import GENERATED_KEY
+from equipoise.trainer_hooks.verl_on_cpu.request import Limits, read_request
+from equipoise.trainer_hooks.verl_on_cpu.serving import Answer, DecodeLoop
 
 VOCABULARY = 97
 SHAPE: dict[str, Any] = {
@@ -238,254 +241,229 @@ def test_packed_rows_build_no_dense_mask(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(masks) == {None}
 
 
-def _requests(**settings: Any) -> list[Request]:
-    lengths = (3, 11, 6, 1, 8)
-    limits = (24, 5, 9, 2, 15)
-    return [
-        Request(
-            prompt=tuple(torch.randint(3, VOCABULARY, (length,)).tolist()),
-            max_new_tokens=limit,
-            seed=100 + i,
-            **settings,
-        )
-        for i, (length, limit) in enumerate(zip(lengths, limits, strict=True))
-    ]
+LIMITS = Limits(response=40, total=64)
 
 
-def _generate(model: Any, requests: Sequence[Request], *, stop_ids: frozenset[int] = frozenset(), **kwargs: Any) -> Any:
-    return generate(model, requests, stop_ids=stop_ids, pad_id=0, **kwargs)
+def _engine() -> DecodeEngine:
+    torch.set_num_threads(1)
+    return DecodeEngine(_model("qwen2", "sdpa"), DecodeConfig(tiers=(4,), num_blocks=24))
 
 
-def test_sampling_repeats_and_depends_on_the_seed() -> None:
-    model = _model("qwen2", "sdpa").eval()
-    requests = _requests()
-    first = [done.token_ids for done in _generate(model, requests)]
-    assert first == [done.token_ids for done in _generate(model, requests)]
-    assert [len(tokens) for tokens in first] == [request.max_new_tokens for request in requests]
-    other = Request(prompt=requests[0].prompt, max_new_tokens=24, seed=7)
-    assert _generate(model, [other])[0].token_ids != first[0]
+def _state(number: int, *, max_tokens: int = 12, name: str | None = None) -> RequestState:
+    sampling = Sampling(seed=number, max_tokens=max_tokens)
+    return RequestState(id=name or str(number), prompt=(5, 6, 7 + number), sampling=sampling)
 
 
-def test_sampling_does_not_depend_on_the_batch() -> None:
-    model = _model("qwen2", "sdpa").eval()
-    requests = _requests()
-    together = [done.token_ids for done in _generate(model, requests)]
-    alone = [_generate(model, [request])[0].token_ids for request in requests]
-    backwards = [done.token_ids for done in _generate(model, requests[::-1])][::-1]
-    assert together == alone == backwards
-
-
-def test_compaction_changes_the_work_and_not_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _model("qwen2", "sdpa").eval()
-    requests = _requests()
-    rows: list[tuple[int, ...]] = []
-    forward = model.forward
-
-    def recording(*args: Any, **kwargs: Any) -> Any:
-        rows.append(tuple(kwargs["attention_mask"].shape))
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(model, "forward", recording)
-    compacted = _generate(model, requests)
-    shapes, rows = rows, []
-    plain = _generate(model, requests, compact=False)
-    assert [done.token_ids for done in compacted] == [done.token_ids for done in plain]
-    for left, right in zip(compacted, plain, strict=True):
-        assert left.log_probs == pytest.approx(right.log_probs, abs=1e-5)
-    assert {batch for batch, _ in rows} == {len(requests)}
-    assert shapes[-1] == (1, len(requests[0].prompt) + requests[0].max_new_tokens - 1)  # its own columns alone
-
-
-def test_greedy_equals_transformers_generate() -> None:
-    model = _model("llama", "sdpa").eval()
-    requests = _requests(temperature=0.0)
-    stop = _generate(model, requests)[0].token_ids[3]
-    for request, done in zip(requests, _generate(model, requests, stop_ids=frozenset({stop})), strict=True):
-        settings = GenerationConfig(
-            max_new_tokens=request.max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=0
-        )
-        prompt = torch.tensor([request.prompt])
-        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
-        assert done.token_ids == expected[0, len(request.prompt) :].tolist()
-        assert done.finished
-
-
-def test_log_probs_are_those_of_the_model() -> None:
-    model = _model("qwen2", "sdpa").eval()
-    requests = _requests(temperature=0.7)
-    for request, done in zip(requests, _generate(model, requests), strict=True):
-        tokens = torch.tensor([*request.prompt, *done.token_ids])
-        with torch.no_grad():
-            logits = model(input_ids=tokens[None]).logits[0, len(request.prompt) - 1 : -1] / 0.7
-        expected = logits.log_softmax(-1).gather(-1, torch.tensor(done.token_ids)[:, None]).squeeze(-1)
-        assert done.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
-
-
-class _Constant:
-    """A model whose next token never depends on anything."""
-
-    def __init__(self, probabilities: Sequence[float]) -> None:
-        self.logits = torch.tensor(probabilities).log()
-
-    def __call__(self, *, input_ids: torch.Tensor, past_key_values: Any, **_: Any) -> Any:
-        batch, length = input_ids.shape
-        for layer in range(1):
-            past_key_values.update(torch.zeros(batch, 1, length, 1), torch.zeros(batch, 1, length, 1), layer)
-        return type("Output", (), {"logits": self.logits.expand(batch, 1, -1).clone()})
-
-
-def _frequencies(**settings: Any) -> list[float]:
-    model = _Constant([0.1, 0.4, 0.2, 0.3])
-    requests = [Request(prompt=(1,), max_new_tokens=50, seed=seed, **settings) for seed in range(80)]
-    tokens = torch.tensor([token for done in _generate(model, requests) for token in done.token_ids])
-    return (tokens.bincount(minlength=4) / len(tokens)).tolist()
-
-
-def test_samples_follow_the_distribution() -> None:
-    assert _frequencies() == pytest.approx([0.1, 0.4, 0.2, 0.3], abs=0.03)
-
-
-def test_top_k_keeps_the_likeliest() -> None:
-    assert _frequencies(top_k=2) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.03)
-
-
-def test_top_p_keeps_the_likeliest_that_reach_it() -> None:
-    assert _frequencies(top_p=0.6) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.03)
-    assert _frequencies(top_p=0.3) == [0, 1, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"prompt": ()}, "prompt must have a token"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ({"temperature": -1.0}, "temperature must be at least 0"),
-        ({"top_k": -2}, "top_k must be at least -1"),
-        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
-    ],
-)
-def test_rejects_what_cannot_be_sampled(settings: dict[str, Any], text: str) -> None:
-    valid: dict[str, Any] = {"prompt": (1,), "max_new_tokens": 1, "seed": 0}
-    with pytest.raises(InvalidInput, match=text):
-        Request(**{**valid, **settings})
-
-
-REQUEST = Request(prompt=(1,), max_new_tokens=4, seed=0)
-
-
-def _until_stopped(requests: Sequence[Request], should_stop: Callable[[], bool]) -> list[Completion]:
-    deadline = time.monotonic() + 5  # a thread cannot be ended from outside
-    while not should_stop() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return [Completion(token_ids=[5]) for _ in requests]
-
-
-def _at_once(requests: Sequence[Request], _should_stop: Callable[[], bool]) -> list[Completion]:
-    return [Completion(token_ids=[len(requests)], finished=True) for _ in requests]
-
-
-def _failing(_requests: Sequence[Request], _should_stop: Callable[[], bool]) -> list[Completion]:
-    raise MemoryError("no room")
+def _alone(state: RequestState) -> RequestState:
+    return _engine().generate([state])[0]
 
 
 def _in_time(work: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 10))
+    return asyncio.run(asyncio.wait_for(work, 30))
 
 
-def test_siblings_share_a_batch() -> None:
+def test_requests_that_come_at_any_time_are_decoded_together_and_as_alone() -> None:
+    states = [_state(i, max_tokens=6 + 5 * i) for i in range(6)]
+
+    async def work() -> list[Answer]:
+        loop = DecodeLoop(_engine)
+        asked: list[asyncio.Task[Answer]] = []
+        for state in states:
+            asked.append(asyncio.create_task(loop.submit(state)))
+            await asyncio.sleep(0.004)
+        return await asyncio.gather(*asked)
+
+    for answer, state in zip(_in_time(work()), states, strict=True):
+        assert (answer.state.output, answer.state.log_probs) == (_alone(state).output, _alone(state).log_probs)
+        assert answer.state.finish_reason == "length"
+
+
+def test_a_bad_request_fails_alone() -> None:
     async def work() -> None:
-        queue = BatchQueue(_at_once, max_batch=3)
-        sizes = [done.token_ids[0] for done in await asyncio.gather(*(queue.submit(REQUEST) for _ in range(4)))]
-        assert sizes == [3, 3, 3, 1]
-        assert (await queue.submit(REQUEST)).token_ids == [1]
+        loop = DecodeLoop(_engine)
+        bad = RequestState(id="bad", prompt=(VOCABULARY,), sampling=Sampling(max_tokens=3))
+        good, wrong = await asyncio.gather(loop.submit(_state(1)), loop.submit(bad), return_exceptions=True)
+        assert isinstance(good, Answer)
+        assert good.state.output == _alone(_state(1)).output
+        assert "hold tokens below the vocabulary of 97" in str(wrong)
 
     _in_time(work())
 
 
-def test_an_error_reaches_every_request_and_none_of_the_later_ones() -> None:
+def test_an_error_reaches_every_request_and_none_of_the_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        answers = [_failing, _at_once]
-        queue = BatchQueue(lambda requests, stop: answers.pop(0)(requests, stop), max_batch=2)
-        results = await asyncio.gather(*(queue.submit(REQUEST) for _ in range(3)), return_exceptions=True)
+        loop = DecodeLoop(_engine)
+
+        def broken() -> None:
+            raise MemoryError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop.engine, "step", broken)
+            results = await asyncio.gather(*(loop.submit(_state(i)) for i in range(3)), return_exceptions=True)
         assert [type(result) for result in results] == [MemoryError] * 3
-        assert (await queue.submit(REQUEST)).finished
+        assert (await loop.submit(_state(7))).state.output == _alone(_state(7)).output
+        assert loop.engine.cache.num_free == 24
 
     _in_time(work())
 
 
-def test_a_closed_queue_holds_requests_until_all_have_reopened_it() -> None:
+def test_a_closed_loop_holds_requests_until_all_have_reopened_it() -> None:
     async def work() -> None:
-        queue = BatchQueue(_at_once, max_batch=2)
-        await queue.close("sleep")
-        await queue.close("weights")
-        held = asyncio.create_task(queue.submit(REQUEST))
-        queue.reopen("sleep")
+        loop = DecodeLoop(_engine)
+        await loop.close("sleep")
+        await loop.close("weights")
+        held = asyncio.create_task(loop.submit(_state(1)))
+        loop.reopen("sleep")
         await asyncio.sleep(0.1)
         assert not held.done()
-        queue.reopen("weights")
-        assert (await held).finished
+        loop.reopen("weights")
+        assert (await held).state.finish_reason == "length"
 
     _in_time(work())
 
 
-def test_closing_waits_for_the_running_batch() -> None:
-    ended: list[int] = []
-
-    def slow(requests: Sequence[Request], _should_stop: Callable[[], bool]) -> list[Completion]:
-        time.sleep(0.2)
-        ended.append(1)
-        return [Completion(finished=True) for _ in requests]
-
+def test_closing_waits_for_what_is_being_decoded_and_takes_nothing_new() -> None:
     async def work() -> None:
-        queue = BatchQueue(slow, max_batch=2)
-        running = asyncio.create_task(queue.submit(REQUEST))
-        await asyncio.sleep(0.03)
-        await queue.close("sleep")
-        assert ended == [1]
-        assert (await running).finished
+        loop = DecodeLoop(_engine)
+        running = asyncio.create_task(loop.submit(_state(1, max_tokens=40)))
+        await _some_tokens(loop)
+        closing = asyncio.create_task(loop.close("sleep"))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(loop.submit(_state(2, max_tokens=1)))
+        await closing
+        assert loop.engine.num_unfinished == 0
+        assert len((await running).state.output) == 40
+        assert not late.done()
+        loop.reopen("sleep")
+        assert len((await late).state.output) == 1
 
     _in_time(work())
+
+
+async def _some_tokens(loop: DecodeLoop, number: int = 3) -> None:
+    while not any(len(state.output) >= number for state in loop.engine.list_requests()):
+        await asyncio.sleep(0.001)
 
 
 def test_aborting_hands_back_what_there_is_and_holds_the_rest() -> None:
     async def work() -> None:
-        queue = BatchQueue(_until_stopped, max_batch=1)
-        running, waiting = (asyncio.create_task(queue.submit(REQUEST)) for _ in range(2))
-        await asyncio.sleep(0.1)
-        begin = time.monotonic()
-        await queue.abort("abort")
-        assert time.monotonic() - begin < 2
-        assert (await running).token_ids == [5]
-        assert (await waiting).token_ids == []
-        assert not running.result().finished
-        assert not waiting.result().finished
-        held = asyncio.create_task(queue.submit(REQUEST))
+        loop = DecodeLoop(_engine)
+        running = asyncio.create_task(loop.submit(_state(1, max_tokens=50)))
+        await _some_tokens(loop)
+        await loop.abort("abort")
+        part = (await running).state
+        assert part.finish_reason is None
+        assert 3 <= len(part.output) < 50
+        assert part.output == _alone(_state(1, max_tokens=50)).output[: len(part.output)]
+        held = asyncio.create_task(loop.submit(_state(2)))
         await asyncio.sleep(0.1)
         assert not held.done()
-        await queue.abort("abort", reject=True)
-        assert (await held).token_ids == []
-        assert (await queue.submit(REQUEST)).token_ids == []  # rejected at once
-        queue.resume("abort")
-        later = asyncio.create_task(queue.submit(REQUEST))
-        await asyncio.sleep(0.1)
-        assert not later.done()
-        await queue.abort("abort")
-        assert (await later).token_ids == [5]
+        await loop.abort("abort", reject=True)
+        assert (await held).state.output == ()
+        assert (await loop.submit(_state(3))).state.output == ()  # rejected at once
+        loop.resume("abort")
+        assert len((await loop.submit(_state(4))).state.output) == 12
 
     _in_time(work())
 
 
-def test_generation_stops_between_tokens() -> None:
-    model = _model("qwen2", "sdpa").eval()
-    asked: list[int] = []
+def test_a_caller_that_is_gone_frees_its_place() -> None:
+    async def work() -> None:
+        loop = DecodeLoop(_engine)
+        gone = asyncio.create_task(loop.submit(_state(1, max_tokens=50)))
+        await _some_tokens(loop)
+        gone.cancel()
+        assert (await loop.submit(_state(2, max_tokens=2))).state.finish_reason == "length"
+        assert loop.engine.num_unfinished == 0
 
-    def after_three() -> bool:
-        asked.append(1)
-        return len(asked) > 3
+    _in_time(work())
 
-    done = _generate(model, _requests(), should_stop=after_three)
-    assert [len(each.token_ids) for each in done] == [3, 3, 3, 2, 3]
-    assert [each.finished for each in done] == [False, False, False, True, False]
+
+@pytest.mark.parametrize("with_cache", [False, True])
+def test_one_request_goes_on_elsewhere_as_it_would_have_gone_on(with_cache: bool) -> None:
+    sent: list[RequestState] = []
+
+    async def send(state: RequestState) -> int:
+        assert state.kv is not None
+        sent.append(state)
+        return sum(layer.nbytes for layer in state.kv)
+
+    async def work() -> None:
+        first, second = DecodeLoop(_engine), DecodeLoop(_engine)
+        moving = asyncio.create_task(first.submit(_state(1, max_tokens=40), "a"))
+        staying = asyncio.create_task(first.submit(_state(2, max_tokens=40), "b"))
+        await _some_tokens(first, 20)  # its cache takes two blocks by now
+        assert not await first.abort_one("unknown")
+        assert await (first.hand_over("a", send) if with_cache else first.abort_one("a"))
+        answer = await moving
+        part = answer.state
+        assert part.finish_reason is None
+        assert len(part.output) >= 20
+        assert answer.kv_bytes == (2 * 2 * 2 * 2 * 16 * 8 * 4 if with_cache else 0)  # layers, k and v, heads, blocks...
+        rest = replace(part, kv=sent[0].kv, num_cached=sent[0].num_cached) if with_cache else part
+        whole = (await second.submit(rest)).state
+        for state, number in ((whole, 1), ((await staying).state, 2)):
+            expected = _alone(_state(number, max_tokens=40))
+            assert (state.output, state.log_probs) == (expected.output, expected.log_probs)
+        assert not await first.abort_one("a")
+
+    _in_time(work())
+
+
+def test_a_request_that_waits_is_handed_back_as_it_came() -> None:
+    async def work() -> None:
+        loop = DecodeLoop(_engine)
+        await loop.close("sleep")
+        waiting = asyncio.create_task(loop.submit(_state(1), "a"))
+        await asyncio.sleep(0.01)
+        assert await loop.abort_one("a")
+        assert (await waiting).state.output == ()
+
+    _in_time(work())
+
+
+def test_a_cache_without_room_is_computed_again() -> None:
+    async def work() -> None:
+        loop = DecodeLoop(_engine)
+        donor = _engine()
+        donor.import_([_state(9, max_tokens=30)])
+        for _ in range(5):
+            donor.step()
+        (moving,) = donor.export(["9"])
+        assert moving.kv is not None
+        moving = replace(moving, kv=list(moving.kv))
+        others = [asyncio.create_task(loop.submit(_state(i, max_tokens=20))) for i in range(4)]  # all slots
+        await _some_tokens(loop)
+        assert (await loop.submit(moving)).state.output == _alone(_state(9, max_tokens=30)).output
+        await asyncio.gather(*others)
+
+    _in_time(work())
+
+
+def test_parameters_of_verl_become_a_request() -> None:
+    params = {"temperature": 0.5, "top_p": 0.9, "top_k": -1, "logprobs": True, "repetition_penalty": 1.1}
+    found = read_request([3, 4], params, name="7", seed=1, limits=LIMITS, stream="x", stop_ids={9, 2})
+    assert (found.id, found.prompt, found.output) == ("7", (3, 4), ())
+    how = found.sampling
+    assert (how.temperature, how.top_p, how.top_k, how.repetition_penalty) == (0.5, 0.9, 0, 1.1)
+    assert (how.max_tokens, how.stop_token_ids) == (40, (2, 9))
+    assert read_request([3] * 60, {}, name="", seed=1, limits=LIMITS, stream="x").sampling.max_tokens == 4
+    assert read_request([3], {"max_tokens": 5}, name="", seed=1, limits=LIMITS, stream="x").sampling.max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "text"),
+    [
+        ([3], {"top_p": 2}, "top_p must be above 0 and at most 1, got 2"),
+        ([3], {"n": 2}, r"sampling_params must be known, got \['n'\]; hf_cpu would ignore these"),
+        ([3] * 64, {}, "tokens of the prompt must be below 64, which a response shares, got 64"),
+        ([3, 4], {GENERATED_KEY: 2}, "equipoise_generated must leave a prompt, got 2"),
+        ([], {}, "prompt of request 'a' must hold at least one token"),
+    ],
+)
+def test_rejects_what_cannot_be_sampled(prompt: list[int], params: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidInput, match=text):
+        read_request(prompt, params, name="a", seed=0, limits=LIMITS, stream="")
 
 
 def test_environment_keeps_what_is_set_and_drops_what_stops_ray() -> None:

@@ -4,31 +4,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from equipoise.config import EquipoiseConfig
-from equipoise.errors import InvalidConfig, InvalidInput
+from equipoise.errors import InvalidConfig
 from equipoise.trainer_hooks.on_verl.router import TokenAwareRouter
-from equipoise.trainer_hooks.verl_on_cpu.generate import Completion, Request, generate
 from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_environment
 from equipoise.trainer_hooks.verl_on_cpu.patches import GENERATED_KEY, STREAM_KEY
-from equipoise.trainer_hooks.verl_on_cpu.server import read_request
-from equipoise.trainer_hooks.verl_on_cpu.serving import BatchQueue, Control
+from equipoise.trainer_hooks.verl_on_cpu.request import Limits, read_request
 from tests.unit.router_sim import Clock, Replica, draw, prompt_of, rollout
 
 
@@ -395,7 +389,11 @@ def test_the_router_is_named_only_when_it_is_asked_for() -> None:
     [
         ({"router_config_path": "mine.yaml"}, {}, ["router_config_path must be unset", "'mine.yaml'", "remove it"]),
         ({"full_determinism": True}, {}, ["full_determinism must be False with equipoise.rollout.enable=true"]),
-        ({}, {"transfer": "kv"}, ["equipoise.rollout.transfer must be 'recompute' or 'none' in verl 0.9.1", "'kv'"]),
+        (
+            {"name": "vllm"},
+            {"transfer": "kv"},
+            ["equipoise.rollout.transfer must be 'recompute' or 'none' with rollout.name=vllm", "'kv'", "neither hand"],
+        ),
     ],
 )
 def test_what_excludes_the_router_is_refused_in_words(
@@ -409,87 +407,17 @@ def test_what_excludes_the_router_is_refused_in_words(
         assert word in str(caught.value)
 
 
-def tiny_model() -> Any:
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=97, hidden_size=32, intermediate_size=48, **shape)).eval()
-
-
-def test_a_request_goes_on_elsewhere_as_it_would_have_gone_on() -> None:
-    model = tiny_model()
-    requests = [Request(prompt=(5, 6, 7 + i), max_new_tokens=24, seed=i) for i in range(3)]
-    whole = generate(model, requests, stop_ids=(), pad_id=0)
-    asked = 0
-    closed: list[int] = []
-
-    def third_token(row: int) -> bool:
-        nonlocal asked
-        asked += row == 1
-        return row == 1 and asked > 3
-
-    parts = generate(
-        model, requests, stop_ids=(), pad_id=0, is_aborted=third_token, on_closed=lambda row, _: closed.append(row)
-    )
-    assert [part.finished for part in parts] == [True, False, True]
-    assert closed == [1, 0, 2]
-    assert [parts[i].token_ids for i in (0, 2)] == [whole[i].token_ids for i in (0, 2)]
-    begun = parts[1].token_ids
-    assert len(begun) == 3
-    prompt = (*requests[1].prompt, *begun)
-    rest = generate(model, [Request(prompt=prompt, max_new_tokens=21, seed=1, generated=3)], stop_ids=(), pad_id=0)[0]
-    assert begun + rest.token_ids == whole[1].token_ids
-    anew = generate(model, [Request(prompt=prompt, max_new_tokens=21, seed=1)], stop_ids=(), pad_id=0)[0]
-    assert anew.token_ids != rest.token_ids  # without its place in the stream the sample is another
-    with pytest.raises(InvalidInput, match="generated must leave a prompt, got 6"):
-        Request(prompt=prompt, max_new_tokens=21, seed=1, generated=6)
-
-
 def test_a_server_goes_on_with_limit_and_seed_of_the_whole_response(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EQUIPOISE_CPU_LEN_SKEW", "1.5")
+    limits = Limits(response=600, total=1000)
     for i in range(20):
         params = {"max_tokens": 500, STREAM_KEY: f"s/{i}"}
-        whole = read_request([4, 5], params, seed=1, max_new_tokens=600, stream="")
-        done = whole.max_new_tokens // 2
+        whole = read_request([4, 5], params, name="a", seed=1, limits=limits, stream="")
+        done = whole.sampling.max_tokens // 2
         rest = {"max_tokens": 500 - done, STREAM_KEY: f"s/{i}", GENERATED_KEY: done}
-        found = read_request([4, 5, *[9] * done], rest, seed=1, max_new_tokens=600, stream="")
-        assert (found.seed, found.generated) == (whole.seed, done)
-        assert found.max_new_tokens == whole.max_new_tokens - done
-
-
-def test_a_queue_hands_one_request_back_and_answers_the_others() -> None:
-    def answer(requests: Any, control: Control) -> list[Completion]:
-        done = [Completion() for _ in requests]
-        for step in range(200):
-            for row in range(len(requests)):
-                if control.is_aborted(row) and not closed[row]:
-                    closed[row] = True
-                    control.close(row, done[row])
-                elif not closed[row]:
-                    done[row].token_ids.append(step)
-            time.sleep(0.002)
-        for completion, gone in zip(done, closed, strict=True):
-            completion.finished = not gone
-        return done
-
-    closed = [False, False]
-
-    async def work() -> None:
-        queue = BatchQueue(answer, max_batch=2)
-        request = Request(prompt=(1,), max_new_tokens=200, seed=0)
-        first, second, waiting = (asyncio.create_task(queue.submit(request, name)) for name in "abc")
-        await asyncio.sleep(0.1)
-        assert not queue.abort_one("unknown")
-        assert queue.abort_one("c")  # waits: it has got nothing
-        assert (await waiting).token_ids == []
-        assert queue.abort_one("a")
-        part = await first
-        assert not second.done()  # its batch goes on
-        assert 0 < len(part.token_ids) < 200
-        assert not part.finished
-        assert len((await second).token_ids) == 200
-        assert not queue.abort_one("b")
-
-    asyncio.run(asyncio.wait_for(work(), 20))
+        found = read_request([4, 5, *[9] * done], rest, name="a", seed=1, limits=limits, stream="")
+        assert found.sampling == whole.sampling
+        assert (found.prompt, found.output) == ((4, 5), (9,) * done)
 
 
 @pytest.mark.slow
@@ -504,13 +432,15 @@ def test_verls_own_classes_route_move_and_go_on_where_a_request_stopped(tmp_path
     found = json.loads((tmp_path / "result.json").read_text())
     assert found["unmoved"]["router"] == "TokenAwareRouter"
     assert found["unmoved"]["figures"]["equipoise/rollout/moves"] == 0
-    for kind in ("MovingClient", "MovingAsyncClient"):
-        result = found[kind]
-        assert result["tokens"] == found["unmoved"]["tokens"], kind
-        for moved, unmoved in zip(result["log_probs"], found["unmoved"]["log_probs"], strict=True):
-            assert moved == pytest.approx(unmoved, abs=1e-4)
-        assert result["figures"]["equipoise/rollout/moves"] >= 1
-        assert result["figures"]["equipoise/rollout/length_error"] >= 0
+    unmoved = found["unmoved"]
+    for name in ("MovingClient recompute", "MovingClient kv", "MovingAsyncClient recompute"):
+        result, figures = found[name], found[name]["figures"]
+        assert result["tokens"] == unmoved["tokens"], name
+        assert result["log_probs"] == unmoved["log_probs"], name  # to the bit
+        assert figures["equipoise/rollout/moves"] >= 1
+        assert (figures["equipoise/rollout/kv_bytes"] > 0) == name.endswith("kv")
+        assert figures["equipoise/rollout/length_error"] >= 0
         # verl's client for partial rollouts says so of a response that has its limit
-        assert set(result["stop_reasons"]) == {"length" if "Async" in kind else "completed"}
+        assert set(result["stop_reasons"]) == {"length" if "Async" in name else "completed"}
         assert result["inflight"] == 0
+    assert sum(found["prefilled"]) == 0  # tokens that were computed again where caches were sent

@@ -18,6 +18,8 @@ from equipoise.errors import InvalidConfig, must
 
 logger = logging.getLogger("equipoise")
 
+_WITHOUT_CACHES = ("vllm", "sglang", "trtllm")  # verl 0.9.1's own
+
 
 def router_file() -> str:
     """Path of the file that names the router, for ``rollout.router_config_path``.
@@ -52,8 +54,9 @@ def choose_router(config: Any, settings: EquipoiseConfig) -> None:
         key = "actor_rollout_ref.rollout.full_determinism"
         rule = "be False with equipoise.rollout.enable=true: requests go where there is room, not by their ids"
         raise InvalidConfig(must(key, rule, True, "set one of the two to false"))
-    if settings.rollout.transfer == "kv":
-        key, rule = "equipoise.rollout.transfer", "be 'recompute' or 'none' in verl 0.9.1"
+    name = rollout.get("name", None)
+    if settings.rollout.transfer == "kv" and name in _WITHOUT_CACHES:
+        key, rule = "equipoise.rollout.transfer", f"be 'recompute' or 'none' with rollout.name={name}"
         remedy = "use 'recompute': verl's servers neither hand out nor take in the cache of a request"
         raise InvalidConfig(must(key, rule, "kv", remedy))
     with open_dict(rollout):
@@ -122,13 +125,15 @@ class RolloutHook:
         transfer = self.settings.rollout.transfer
         managers = [getattr(self.trainer, name, None) for name in ("llm_server_manager", "standalone_server_manager")]
         handles = [handle for manager in managers if manager is not None for handle in manager.server_handles]
-        fixed = [handle for handle in handles if not hasattr(handle, "abort_request")]
+        what = "hand over" if transfer == "kv" else "abort"
+        fixed = [handle for handle in handles if not hasattr(handle, f"{what.replace(' ', '_')}_request")]
         if transfer != "none" and fixed:
             logger.warning(
-                "equipoise: %d of %d rollout servers (%s) cannot abort a single request: nothing moves away from them",
+                "equipoise: %d of %d rollout servers (%s) cannot %s a single request: nothing moves away from them",
                 len(fixed),
                 len(handles),
                 self.trainer.config.actor_rollout_ref.rollout.name,
+                what,
             )
         return transfer
 

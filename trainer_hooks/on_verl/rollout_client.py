@@ -3,7 +3,8 @@
 verl 0.9.1 (verl/workers/rollout/llm_server.py) tells its router that a request has left a server, but not how long the
 response was, and its synchronous client hands an aborted request back as if it were done. A move is verl's own
 abort-and-continue for a single request: the router has the server abort it, the client asks again with what was
-generated so far, and the router sends it elsewhere. The receiver prefills; no cache is sent.
+generated so far, and the router sends it elsewhere. The receiver prefills, unless the replica sent the cache there
+before it handed the request back: those of a CPU run do where ``equipoise.rollout.transfer`` is "kv".
 """
 
 # verl is not typed; what comes from it is checked before use.
@@ -20,7 +21,7 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from equipoise.trainer_hooks.verl_on_cpu.patches import GENERATED_KEY, STREAM_KEY
+from equipoise.trainer_hooks.verl_on_cpu.patches import GENERATED_KEY, KV_BYTES_KEY, STREAM_KEY
 
 _ABORTED = ("aborted", "abort")
 _LIMITS = ("max_tokens", "max_new_tokens")
@@ -57,9 +58,12 @@ class MovingClient(LLMServerClient):
                 given = [] if so_far is None else so_far.token_ids
                 params = sampling_params if so_far is None else self._rest(sampling_params, prompt, len(given))
                 output = await super().generate(request_id, prompt_ids=prompt + given, sampling_params=params, **kwargs)
+                kv_bytes = output.extra_fields.pop(KV_BYTES_KEY, 0)
                 so_far = output if so_far is None else joined(so_far, output)
                 aborted = output.stop_reason in _ABORTED
-                moves = await self._load_balancer.report.remote(request_id, len(output.token_ids), aborted=aborted)
+                moves = await self._load_balancer.report.remote(
+                    request_id, len(output.token_ids), aborted=aborted, kv_bytes=kv_bytes
+                )
                 if not (aborted and moves):
                     return so_far
         finally:

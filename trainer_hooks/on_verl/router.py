@@ -12,7 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from equipoise.config import RolloutConfig
@@ -20,6 +20,7 @@ from equipoise.errors import InvalidConfig, must, nearest
 from equipoise.trainer_hooks.on_verl.router_ledger import Held, Ledger
 from equipoise.trainer_hooks.on_verl.router_lengths import ExpectedLengths
 from equipoise.trainer_hooks.on_verl.router_moves import MovePlanner
+from equipoise.trainer_hooks.on_verl.router_replay import Replay, Stay
 from equipoise.trainer_hooks.on_verl.router_watch import Watch
 
 logger = logging.getLogger("equipoise")
@@ -28,6 +29,7 @@ METRICS_PREFIX = "equipoise/rollout/"
 _CORRECT_EVERY_S = 1.0  # expectations of running requests, where nobody checks for moves
 _CONVERSATIONS = 100_000  # remembered ones
 _UNKNOWN_STEP_S = 0.2  # between checks while no request has finished
+_CALLS = {"recompute": "abort_request", "kv": "hand_over_request"}  # of a replica that lets a request go
 _OVERDUE_CHECKS = 10  # after which a replica is taken not to have let a request go
 
 
@@ -44,7 +46,8 @@ class _Conversation:
     goes_to: str | None = None
     told_to_leave: bool = False  # its replica was, and it has not come back since
     left_at: float = 0.0
-    stay: tuple[float, float] | None = None  # seconds of the last one, and mean number of requests beside
+    stay: tuple[Held, float] | None = None  # the last one, and the mean number of requests beside
+    stays: list[Stay] = field(default_factory=list[Stay])  # of this turn
 
     @property
     def key(self) -> Hashable:
@@ -76,6 +79,7 @@ class TokenAwareRouter:
         self._ledger = Ledger(servers)
         self._conversations: OrderedDict[str, _Conversation] = OrderedDict()
         self._leaving: dict[str, float] = {}
+        self._replay = Replay()
         self._check_at = self._correct_at = 0.0
         self._warned = False
         self.configure({key: value for key, value in (config or {}).items() if key != "router_class"})
@@ -83,7 +87,7 @@ class TokenAwareRouter:
 
     def configure(self, config: Mapping[str, Any]) -> None:
         """Take settings; to be called before the first request."""
-        known = ["response_length", "max_num_seqs", *(field.name for field in fields(RolloutConfig))]
+        known = ["response_length", "max_num_seqs", *(each.name for each in fields(RolloutConfig))]
         for key, value in config.items():
             if key not in known:
                 raise InvalidConfig(must(f"{key} of the router", "be a known key", value, nearest(key, known)))
@@ -160,7 +164,7 @@ class TokenAwareRouter:
         talk.left_at = self._clock()
         seconds = talk.left_at - held.since
         beside = self._watch.request_seconds.get(server_id, 0.0) - held.request_seconds
-        talk.stay = seconds, beside / seconds if seconds > 0 else 1.0
+        talk.stay = held, beside / seconds if seconds > 0 else 1.0
 
     def add_servers(self, servers: Mapping[str, Any]) -> None:
         """New replicas."""
@@ -212,21 +216,33 @@ class TokenAwareRouter:
 
     # -- that of the plugin's clients and trainer ----------------------------------------------------------------------
 
-    def report(self, request_id: str, num_tokens: int, *, aborted: bool) -> bool:
+    def report(self, request_id: str, num_tokens: int, *, aborted: bool, kv_bytes: int = 0) -> bool:
         """A request has come back from its replica with so many tokens. Whether it is to be asked for again at once.
 
         So is every request that the router had aborted, also one whose new replica is gone by now.
+
+        Args:
+            request_id: of the conversation.
+            num_tokens: of this stay.
+            aborted: whether it is unfinished.
+            kv_bytes: of its cache, where the replica sent that to the new one.
         """
+        self._watch.counts["kv_bytes"] += kv_bytes
         talk = self._conversations.get(request_id)
         if talk is None:
             return False
         if talk.stay is not None:
-            seconds, beside = talk.stay
-            self._planner.measured(tokens=num_tokens, seconds=seconds, beside=beside)
+            held, beside = talk.stay
+            self._planner.measured(tokens=num_tokens, seconds=talk.left_at - held.since, beside=beside)
+            talk.stays.append(Stay(since=held.since, server=held.server, tokens=num_tokens))
             talk.stay = None
         talk.generated += num_tokens
+        if aborted and talk.told_to_leave:
+            return True
+        self._replay.ended(talk.stays, at=talk.left_at)
+        talk.stays = []
         if aborted:
-            return talk.told_to_leave
+            return False
         self._lengths.finish(talk.key, talk.generated)
         counts = self._watch.counts
         counts["judged"] += 1
@@ -261,7 +277,11 @@ class TokenAwareRouter:
         figures = self._watch.take(self._ledger.running)
         if figures:
             figures["predicted_saved_seconds"] = self._planner.predicted_s
+            step_s = self._planner.measured_step_s()
+            if step_s is not None or not figures["moves"]:
+                figures["measured_saved_seconds"] = self._replay.saved_s(step_s) if step_s and figures["moves"] else 0.0
         self._planner.predicted_s = 0.0
+        self._replay.clear()
         return {METRICS_PREFIX + key: value for key, value in figures.items()}
 
     # -- parts ---------------------------------------------------------------------------------------------------------
@@ -330,11 +350,15 @@ class TokenAwareRouter:
             requests[held.server].append(held)
             talk = self._conversations.get(held.request_id)
             alone = talk is not None and len(self._ledger.of(held.request_id)) == 1
-            able = alone and hasattr(self._servers[held.server], "abort_request")
+            able = alone and hasattr(self._servers[held.server], _CALLS[self._config.transfer])
             moves[held.order] = talk.moves if talk is not None and able else self._planner.most_moves
         for held, to in self._planner.plan(requests, generated, moves):
             talk = self._conversations[held.request_id]
             talk.goes_to, talk.told_to_leave = to, True
             self._leaving[held.request_id] = overdue_at
             self._watch.counts["planned"] += 1
-            self._servers[held.server].abort_request.remote(held.server_request_id, reset_prefix_cache=False)
+            server = self._servers[held.server]
+            if self._config.transfer == "kv":
+                server.hand_over_request.remote(held.server_request_id, self._servers[to])
+            else:
+                server.abort_request.remote(held.server_request_id, reset_prefix_cache=False)

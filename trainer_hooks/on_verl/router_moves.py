@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import median
 
 from equipoise.config import RolloutConfig
@@ -69,15 +69,31 @@ class MovePlanner:
         Until the tier of the fullest replica and the least in reach were measured, the largest tier is taken to cost
         twice as much as an empty one.
         """
-        number = {tier: sum(tier == sample[0] for sample in self._samples) for tier in self.config.tiers}
+        number = Counter(tier for tier, _ in self._samples)
         mean = -(-sum(counts) // len(counts))
         if any(number[self.tier(count)] < _ENOUGH for count in (max(counts), mean)):
             rising = sorted(self.config.tiers)
             base_s = (self.step_s or 1.0) / 1.5
             times = tuple(base_s * (1 + tier / rising[-1]) for tier in rising)
             return StepTime(tiers=tuple(rising), base_s=times, s_per_token=(0.0,) * len(rising))
+        return self._fitted()
+
+    def _fitted(self) -> StepTime:
+        """From the tiers that were measured often enough."""
+        number = Counter(tier for tier, _ in self._samples)
         kept = [sample for sample in self._samples if number[sample[0]] >= _ENOUGH]
         return StepTime.fit([tier for tier, _ in kept], [0] * len(kept), [seconds for _, seconds in kept])
+
+    def measured_step_s(self) -> Callable[[int], float] | None:
+        """Seconds between two tokens of a request beside so many, as measured; None until two tiers were."""
+        if sum(number >= _ENOUGH for number in Counter(tier for tier, _ in self._samples).values()) < 2:
+            return None
+        model = self._fitted()
+        return lambda count: self._each_s(count, model)
+
+    def _each_s(self, count: int, model: StepTime) -> float:
+        """Seconds between two tokens of one of so many requests; beyond the slots they take turns."""
+        return max(1.0, count / self.slots) * model(self.tier(min(count, self.slots)), 0)
 
     def drain_s(self, expected: Sequence[float], step_time: StepTime) -> float:
         """Predicted seconds until a replica with these requests is empty, if nothing more comes.
@@ -86,9 +102,7 @@ class MovePlanner:
         """
         seconds, before = 0.0, 0.0
         for done, left in enumerate(sorted(expected)):
-            count = len(expected) - done
-            share = max(1.0, count / self.slots)
-            seconds += (left - before) * share * step_time(self.tier(min(count, self.slots)), 0)
+            seconds += (left - before) * self._each_s(len(expected) - done, step_time)
             before = left
         return seconds
 

@@ -72,6 +72,7 @@ class Watch:
             "moves": float(counts["moved"]),
             "moves_refused": float(counts["kept"]),
             "moved_tokens": float(counts["moved_tokens"]),
+            "kv_bytes": float(counts["kv_bytes"]),
             "stayed": float(counts["stayed"]),
             "left": float(counts["left"]),
         }

@@ -59,6 +59,7 @@ def cpu_overrides(num_ranks: int, *, attention: str = "equipoise_varlen_cpu", cr
         *(f"++{engine}.mixed_precision.{kind}_dtype=fp32" for engine in engines for kind in ("param", "reduce")),
         "actor_rollout_ref.actor.use_torch_compile=False",
         "actor_rollout_ref.rollout.name=hf_cpu",
+        "actor_rollout_ref.rollout.max_num_seqs=64",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         "actor_rollout_ref.rollout.agent.num_workers=1",
         "reward.num_workers=1",

@@ -23,6 +23,7 @@ ROLLOUT_NAME = "hf_cpu"
 POLL_INTERVAL_S = 0.1
 STREAM_KEY = "equipoise_stream"
 GENERATED_KEY = "equipoise_generated"  # tokens at the end of a prompt that were sampled elsewhere
+KV_BYTES_KEY = "equipoise_kv_bytes"  # of the cache that was sent elsewhere
 
 _ROOM = __package__
 

@@ -1,99 +1,95 @@
-"""A queue of requests, answered batch by batch in a thread; knows neither verl nor ray."""
+"""A decode engine behind an event loop: requests come and go while it decodes. Knows neither verl nor ray."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from equipoise.trainer_hooks.verl_on_cpu.generate import Completion, Request
+from equipoise.errors import InvalidInput
+from equipoise.rollout.hf import DecodeEngine
+from equipoise.rollout.transfer import RequestState
 
-GATHER_S = 0.02
-"""How long the first request of a batch waits for its siblings."""
+T = TypeVar("T")
 
 
-class Control:
-    """What the queue has to say to a batch that runs in a thread, and what it wants to hear.
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a request has got; unfinished where ``state.finish_reason`` is None."""
+
+    state: RequestState
+    kv_bytes: int = 0
+    """Of its cache, where that was sent to another replica."""
+
+
+@dataclass(kw_only=True)
+class _Asked:
+    """A request and who waits for it."""
+
+    state: RequestState
+    name: str | None
+    future: asyncio.Future[Answer]
+
+    def answer(self, state: RequestState, *, kv_bytes: int = 0) -> None:
+        if not self.future.done():  # a caller may have been cancelled
+            self.future.set_result(Answer(state=state, kv_bytes=kv_bytes))
+
+    def fail(self, error: BaseException) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class DecodeLoop:
+    """Takes requests from many tasks of one event loop, and decodes them all together.
+
+    The engine lives in one thread. Between two of its steps, requests are added to it and taken from it.
+
+    The loop is open unless somebody closed it, and whoever closed it has to reopen it: a server may sleep and be
+    without its weights at once. While it is closed, new requests wait.
 
     Args:
-        stop: set when all of the batch is to stop early.
-        close: takes the number of a request and its completion, before the batch is over.
+        make_engine: called in the engine's thread.
     """
 
-    def __init__(self, stop: threading.Event, close: Callable[[int, Completion], None]) -> None:
-        self._stop = stop
-        self._aborted: set[int] = set()
-        self.close = close
-
-    def __call__(self) -> bool:
-        """Whether to stop early."""
-        return self._stop.is_set()
-
-    def is_aborted(self, row: int) -> bool:
-        """Whether to leave this request unfinished."""
-        return row in self._aborted
-
-    def abort(self, row: int) -> None:
-        """Leave this request unfinished."""
-        self._aborted.add(row)
-
-
-Answer = Callable[[Sequence[Request], Control], list[Completion]]
-"""Completions of a batch; a call of the second argument asks whether to stop early."""
-
-
-class BatchQueue:
-    """Takes requests from many tasks of one event loop.
-
-    The queue is open unless somebody closed it, and whoever closed it has to reopen it: a server may sleep and be
-    without its weights at once. While it is closed, requests wait.
-
-    Args:
-        answer: does the work, in a thread, for one batch at a time.
-        max_batch: requests in a batch at most.
-    """
-
-    def __init__(self, answer: Answer, *, max_batch: int) -> None:
-        self._answer = answer
-        self._max_batch = max_batch
-        self._waiting: list[tuple[Request, asyncio.Future[Completion]]] = []
-        self._running: list[tuple[Request, asyncio.Future[Completion]]] = []
-        self._control: Control | None = None
-        self._named: dict[str, asyncio.Future[Completion]] = {}
+    def __init__(self, make_engine: Callable[[], DecodeEngine]) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
+        self.engine = self._thread.submit(make_engine).result()
+        self._waiting: list[_Asked] = []
+        self._decoding: dict[str, _Asked] = {}
         self._task: asyncio.Task[None] | None = None
-        self._idle = asyncio.Lock()
-        self._stop = threading.Event()
+        self._between_steps = asyncio.Lock()
         self._closed_by: set[str] = set()
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._rejecting = False
 
-    async def submit(self, request: Request, name: str | None = None) -> Completion:
-        """Wait for a request's completion. What the work raises is raised here.
+    async def submit(self, state: RequestState, name: str | None = None) -> Answer:
+        """Wait for a request's tokens. What the engine raises is raised here.
 
         Args:
-            request: what to complete.
-            name: by which :meth:`abort_one` finds it.
+            state: what to decode; its id is unique over all that were ever submitted.
+            name: by which :meth:`abort_one` and :meth:`hand_over` find it.
         """
         if self._rejecting:
-            return Completion()
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, future))
-        if name is not None:
-            self._named[name] = future
-            future.add_done_callback(lambda _: self._named.pop(name, None))
+            return Answer(state=state)
+        asked = _Asked(state=state, name=name, future=asyncio.get_running_loop().create_future())
+        self._waiting.append(asked)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve())
             self._task.add_done_callback(self._report)
-        return await future
+        return await asked.future
 
     async def close(self, by: str) -> None:
-        """Start no batch any more; return when the running one has ended."""
+        """Take no request to the engine any more; return when those that are there have ended."""
         self._closed_by.add(by)
         self._is_open.clear()
-        async with self._idle:
-            pass
+        while True:
+            async with self._between_steps:
+                if not self._decoding:
+                    return
+            await asyncio.sleep(0.001)
 
     def reopen(self, by: str) -> None:
         """Take back :meth:`close`."""
@@ -109,23 +105,43 @@ class BatchQueue:
             reject: hand later requests back at once instead of letting them wait.
         """
         self._rejecting = reject
-        self._stop.set()
-        waiting, self._waiting = self._waiting, []
-        for _, future in waiting:
-            _resolve(future, Completion())
-        await self.close(by)
+        self._closed_by.add(by)
+        self._is_open.clear()
+        async with self._between_steps:
+            waiting, self._waiting = self._waiting, []
+            for asked in waiting:
+                asked.answer(asked.state)
+            for state in await self._take_out(list(self._decoding)):
+                self._decoding.pop(state.id).answer(state)
 
-    def abort_one(self, name: str) -> bool:
+    async def abort_one(self, name: str) -> bool:
         """Hand back what one request has got so far; False if it is not here."""
-        future = self._named.get(name)
-        if future is None or future.done():
-            return False
-        for row, (_, running) in enumerate(self._running):
-            if running is future and self._control is not None:
-                self._control.abort(row)
+        return await self.hand_over(name, None)
+
+    async def hand_over(self, name: str, send: Callable[[RequestState], Awaitable[int]] | None) -> bool:
+        """Hand back what one request has got so far, once its cache was sent elsewhere; False if it is not here.
+
+        Args:
+            name: of the request.
+            send: sends a request with its cache, and says how many bytes that was.
+        """
+        async with self._between_steps:
+            asked = next((each for each in self._waiting if each.name == name), None)
+            if asked is not None:
+                self._waiting.remove(asked)
+                asked.answer(asked.state)
                 return True
-        self._waiting = [pair for pair in self._waiting if pair[1] is not future]
-        _resolve(future, Completion())
+            asked = next((each for each in self._decoding.values() if each.name == name), None)
+            if asked is None:
+                return False
+            (state,) = await self._take_out([asked.state.id], with_cache=send is not None)
+            del self._decoding[asked.state.id]
+        kv_bytes = 0
+        try:
+            if send is not None and state.kv is not None:
+                kv_bytes = await send(state)
+        finally:  # without a cache the request goes on all the same: it is computed again
+            asked.answer(replace(state, kv=None, num_cached=0), kv_bytes=kv_bytes)
         return True
 
     def resume(self, by: str) -> None:
@@ -133,37 +149,68 @@ class BatchQueue:
         self._rejecting = False
         self.reopen(by)
 
-    async def _serve(self) -> None:
-        while self._waiting:
-            await self._is_open.wait()
-            await asyncio.sleep(GATHER_S)
-            async with self._idle:
-                if not self._is_open.is_set():
-                    continue
-                self._running, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
-                self._stop.clear()
-                requests = [request for request, _ in self._running]
-                self._control = Control(self._stop, functools.partial(self._close, asyncio.get_running_loop()))
-                completions = await asyncio.to_thread(self._answer, requests, self._control)
-            for (_, future), completion in zip(self._running, completions, strict=True):
-                _resolve(future, completion)
-            self._running = []
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """Run in the engine's thread; between steps only while the loop is closed."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    def _close(self, loop: asyncio.AbstractEventLoop, row: int, completion: Completion) -> None:
-        """Hand a completion over from the thread of the batch."""
-        loop.call_soon_threadsafe(_resolve, self._running[row][1], completion)
+    async def _take_out(self, ids: list[str], *, with_cache: bool = False) -> list[RequestState]:
+        """Requests that leave the engine, their caches copied."""
+
+        def take() -> list[RequestState]:
+            states = self.engine.export(ids)
+            copied = [list(state.kv) if with_cache and state.kv is not None else None for state in states]
+            self.engine.abort(ids)
+            return [
+                replace(state, kv=kv, num_cached=state.num_cached if kv else 0)
+                for state, kv in zip(states, copied, strict=True)
+            ]
+
+        return await self.in_thread(take)
+
+    async def _serve(self) -> None:
+        while self._waiting or self._decoding:
+            if not self._decoding:
+                await self._is_open.wait()
+            async with self._between_steps:
+                if self._is_open.is_set():
+                    await self._admit()
+                await self._forget_cancelled()
+                if self._decoding:
+                    await self.in_thread(self.engine.step)
+                    for state in self.engine.take_finished():
+                        self._decoding.pop(state.id).answer(state)
+            await asyncio.sleep(0)  # let in who waits for the lock
+
+    async def _admit(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for asked in waiting:
+            try:
+                await self.in_thread(lambda state=asked.state: self._import(state))
+            except InvalidInput as error:
+                asked.fail(error)
+            else:
+                self._decoding[asked.state.id] = asked
+
+    async def _forget_cancelled(self) -> None:
+        gone = [name for name, asked in self._decoding.items() if asked.future.cancelled()]
+        for state in await self._take_out(gone) if gone else ():
+            del self._decoding[state.id]
+
+    def _import(self, state: RequestState) -> None:
+        if state.kv is not None:
+            try:
+                return self.engine.import_([state])
+            except InvalidInput:  # no room at this moment; tokens can wait, a cache cannot
+                state = replace(state, kv=None, num_cached=0)
+        return self.engine.import_([state])
 
     def _report(self, task: asyncio.Task[None]) -> None:
         """Let every request learn of an error: their callers would wait for ever."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             return
-        failed, self._running, self._waiting = self._running + self._waiting, [], []
-        for _, future in failed:
-            if not future.done():
-                future.set_exception(error)
-
-
-def _resolve(future: asyncio.Future[Completion], completion: Completion) -> None:
-    if not future.done():  # a caller may have been cancelled
-        future.set_result(completion)
+        failed = [*self._decoding.values(), *self._waiting]
+        self._decoding, self._waiting = {}, []
+        self._thread.submit(lambda: self.engine.abort([state.id for state in self.engine.list_requests()]))
+        for asked in failed:
+            asked.fail(error)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from equipoise.errors import EquipoiseError, InvalidInput, must
@@ -38,7 +40,7 @@ class PagedCache:
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (2, layout.num_kv_heads, num_blocks + RESERVED, layout.block_size, layout.head_dim)
-        self.pools = [torch.zeros(shape, dtype=layout.torch_dtype, device=device) for _ in range(layout.num_layers)]
+        self.pools = [_zeros(shape, layout.torch_dtype, device) for _ in range(layout.num_layers)]
         self._free = list(range(num_blocks + RESERVED - 1, RESERVED - 1, -1))
 
     @property
@@ -76,6 +78,14 @@ class PagedCache:
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.long, device=self.pools[0].device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy asks the system for zero pages, which take memory once they are written; torch writes them at once
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).reshape(shape)
 
 
 class CachedLayers(Sequence[torch.Tensor]):

@@ -156,6 +156,7 @@ class DecodeEngine:
 
     def facts(self) -> EngineFacts:
         """What it is, and how much room it has."""
+        self._look_at_weights()
         return EngineFacts(
             layout=self.layout,
             model=self._model_id,
@@ -164,6 +165,10 @@ class DecodeEngine:
             free_blocks=self.cache.num_free,
             num_blocks=self.cache.num_blocks,
         )
+
+    def _look_at_weights(self) -> None:
+        if not self.num_unfinished:  # only then may they have changed
+            self._model_id = self._identify()
 
     def _identify(self) -> str:
         """Class, shape, arithmetic, and a checksum over the first values of each weight."""
@@ -219,8 +224,7 @@ class DecodeEngine:
             InvalidInput: a request that is here already, is finished, can never fit, or has a cache of another shape
                 or one for which there is no room; none is taken.
         """
-        if not self.num_unfinished:
-            self._model_id = self._identify()
+        self._look_at_weights()
         known = {live.state.id for live in (*self._running, *self._waiting)}
         for state in states:
             self._check(state, known)
