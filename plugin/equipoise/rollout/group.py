@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,22 +42,24 @@ class Group:
         """Ranks of the group, those without requests too."""
         return self.held.size
 
-    @property
+    @cached_property
     def rank(self) -> IntArray:
         """Rank of each request, shape (n,)."""
         return np.repeat(iota(self.num_ranks), self.held)
 
-    @property
+    @cached_property
     def first(self) -> IntArray:
         """Index of each rank's first request, shape (ranks,)."""
         return np.cumsum(self.held) - self.held
 
+    @cached_property
     def expected(self) -> FloatArray:
         """Expected remaining tokens; a request of which nothing is known is expected to double.
 
         Response lengths have a heavy tail, under which what has lasted long is to last long (Lindy's law).
         """
-        return np.where(np.isnan(self.remaining), np.maximum(self.num_tokens, 1), self.remaining)
+        unknown = np.isnan(self.remaining)
+        return np.where(unknown, np.maximum(self.num_tokens, 1), self.remaining) if unknown.any() else self.remaining
 
 
 def checked_ranks(requests_by_rank: Sequence[Sequence[Request] | None]) -> list[Sequence[Request]]:
@@ -68,16 +71,12 @@ def checked_ranks(requests_by_rank: Sequence[Sequence[Request] | None]) -> list[
     if not requests_by_rank:
         raise InvalidInput(must("requests_by_rank", "have an entry for each rank", [], "pass [] for an idle rank"))
     ranks: list[Sequence[Request]] = []
-    seen: set[Hashable] = set()
-    total = 0
     for rank, requests in enumerate(requests_by_rank):
         if requests is None:
             remedy = "wait for its state, or pass [] if it is idle"
             raise InvalidInput(must(f"requests_by_rank[{rank}]", "be the requests of that rank", None, remedy))
         ranks.append(requests)
-        seen.update([request.id for request in requests])
-        total += len(requests)
-    if len(seen) != total:
+    if len({request.id for requests in ranks for request in requests}) != sum(map(len, ranks)):
         raise InvalidInput(_held_twice(ranks))
     return ranks
 
@@ -129,37 +128,38 @@ def check_room(num_running: int, slots: IntArray) -> None:
 
 
 def gather(
-    requests: list[Request],
-    held: IntArray,
+    ranks: Sequence[Sequence[Request]],
     moved: Collection[Hashable] = (),
     *,
     with_tokens: bool = True,
     with_lengths: bool = True,
 ) -> Group:
-    """The arrays of these requests, of which each rank holds so many.
+    """The arrays of these requests.
 
     Args:
-        requests: in rank order.
-        held: how many of them each rank holds, shape (ranks,).
+        ranks: requests of each rank.
         moved: ids of those that moved before.
         with_tokens: False leaves ``num_tokens`` at 0 where expected lengths do not need it.
         with_lengths: whether expected lengths matter even if none is known.
     """
-    count = len(requests)
-    cache = np.array([each.kv_tokens if each.running else -1 for each in requests], dtype=np.int64)
-    expected = [each.expected_remaining for each in requests]
-    some = any(left is not None for left in expected)
-    remaining = np.array(expected if some else np.full(count, np.nan), dtype=np.float64)
-    asked = with_tokens or ((some or with_lengths) and bool(np.isnan(remaining).any()))
-    before = frozenset(moved)
-    marks = [each.id in before for each in requests] if before else np.zeros(count, np.bool_)
+    held = np.array([len(requests) for requests in ranks], dtype=np.int64)
+    count = int(held.sum())
+    cache = np.fromiter((r.kv_tokens if r.running else -1 for held in ranks for r in held), np.int64, count)
+    remaining = np.fromiter((r.expected_remaining for held in ranks for r in held), np.float64, count)  # NaN for None
+    num_tokens, unknown = np.zeros(count, dtype=np.int64), np.isnan(remaining)
+    if with_tokens or (bool(unknown.any()) and (with_lengths or not bool(unknown.all()))):
+        num_tokens = np.fromiter((r.num_tokens for held in ranks for r in held), np.int64, count)
+    marks, before = np.zeros(count, dtype=np.bool_), frozenset(moved)
+    if before:
+        marks = np.fromiter((r.id in before for held in ranks for r in held), np.bool_, count)
+    running = cache >= 0
     return Group(
         held=held,
-        kv_tokens=np.maximum(cache, 0),
-        num_tokens=np.array([each.num_tokens for each in requests] if asked else np.zeros(count), dtype=np.int64),
-        running=cache >= 0,
+        kv_tokens=np.maximum(cache, 0, out=cache),
+        num_tokens=num_tokens,
+        running=running,
         remaining=remaining,
-        moved=np.asarray(marks, dtype=np.bool_),
+        moved=marks,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from equipoise._arrays import FloatArray, IntArray, int_sums, iota, sums
+from equipoise._arrays import FloatArray, IntArray, int_sums, sums
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.group import (
     NO_LIMIT,
@@ -18,7 +18,7 @@ from equipoise.rollout.group import (
     gather,
     per_rank,
 )
-from equipoise.rollout.requests import Move, Request
+from equipoise.rollout.requests import Move, Request, as_moves
 from equipoise.rollout.victims import deal, fit, pick, quotas
 from equipoise.rollout.worth import StepTime, TransferCost, exchange_seconds, kept_by_waiting, saved_seconds
 
@@ -153,17 +153,12 @@ def plan_rebalance(
     low = min([*lower_tiers(held, terms)[:1], *terms.slots[held > terms.slots].tolist()], default=None)
     if low is None:
         return []
-    everyone = not terms.looks_at_counts_only
-    looked_at: IntArray = held if everyone else np.where(held > low, held, 0)
-    flat = [request for requests, size in zip(ranks, looked_at.tolist(), strict=True) if size for request in requests]
-    wanted = {"with_tokens": terms.needs_tokens, "with_lengths": terms.needs_lengths}
-    moving, to = plan_group(gather(flat, looked_at, moved_before, **wanted), terms, held=held)
-    sender = np.repeat(iota(held.size), looked_at)[moving]
-    leaving: list[Request] = [flat[i] for i in moving.tolist()]
-    return [
-        Move(source, target, request.id)
-        for source, target, request in zip(sender.tolist(), to.tolist(), leaving, strict=True)
-    ]
+    empty: Sequence[Request] = ()
+    read = [requests if len(requests) > low else empty for requests in ranks] if terms.looks_at_counts_only else ranks
+    group = gather(read, moved_before, with_tokens=terms.needs_tokens, with_lengths=terms.needs_lengths)
+    moving, to = plan_group(group, terms, held=held)
+    ids = [request.id for requests in read for request in requests]
+    return as_moves(group.rank[moving], to, [ids[i] for i in moving.tolist()])
 
 
 def plan_group(group: Group, terms: Terms, *, held: IntArray | None = None) -> tuple[IntArray, IntArray]:
@@ -226,7 +221,7 @@ def _place(group: Group, leaving: IntArray, room: IntArray, terms: Terms) -> Int
     weight = group.kv_tokens.astype(np.float64)
     load: FloatArray = np.zeros(room.size)
     if terms.victims == "longest":
-        weight = group.expected()
+        weight = group.expected
         load = sums(group.rank, weight, room.size)  # of a receiver: nothing leaves it
     return deal(weight[leaving], quotas(leaving.size, room), load)
 

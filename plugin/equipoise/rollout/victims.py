@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray, IntArray, iota, sums
-from equipoise.rollout.group import Group
+from equipoise.rollout.group import NO_LIMIT, Group
 
-_MOVED = 2**60
+_ROWS = 64  # ranks that are sorted at once: small arrays stay in the processor's cache
+_OWN_PLACE = 2**21  # whole numbers below it need no place: three keys and a column fit into 62 bits
 
 
 def pick(group: Group, excess: IntArray, *, longest: bool) -> IntArray:
@@ -25,27 +26,52 @@ def pick(group: Group, excess: IntArray, *, longest: bool) -> IntArray:
     donors = np.flatnonzero(excess)
     if donors.size == 0:
         return iota(0)
-    column = iota(int(group.held[donors].max()))
-    filled = column < group.held[donors, None]
-    at = np.where(filled, group.first[donors, None] + column, 0)
-    order = np.broadcast_to(column, at.shape)
-    for key in _keys(group, at, longest=longest):
-        padded = np.where(filled, key, np.inf)
-        turn = np.argsort(np.take_along_axis(padded, order, axis=1), axis=1, kind="stable")
-        order = np.take_along_axis(order, turn, axis=1)
-    leaves = column < excess[donors, None]
-    return np.take_along_axis(at, order, axis=1)[leaves]
+    known = not bool(np.isnan(group.remaining[(excess > 0)[group.rank]]).all())
+    leaving: list[IntArray] = []
+    for some in np.split(donors, range(_ROWS, donors.size, _ROWS)):
+        column = iota(int(group.held[some].max()))
+        filled = column < group.held[some, None]
+        at = np.where(filled, group.first[some, None] + column, 0)
+        order = _in_order(_keys(group, at, longest=longest, known=known), filled)
+        leaving.append(np.take_along_axis(at, order, axis=1)[column < excess[some, None]])
+    return np.concatenate(leaving)
 
 
-def _keys(group: Group, at: IntArray, *, longest: bool) -> list[FloatArray]:
-    """Sort keys of the requests ``at``, the one that decides last."""
-    cache = (2 * group.kv_tokens + group.running)[at].astype(np.float64)
-    cache[group.moved[at]] += _MOVED
-    known = not bool(np.isnan(group.remaining[at]).all())
+def _keys(group: Group, at: IntArray, *, longest: bool, known: bool) -> list[IntArray | FloatArray]:
+    """Sort keys of the requests ``at``, the one that decides first."""
+    cache = 2 * group.kv_tokens[at] + group.running[at]
     if longest:
-        first = (group.running.astype(np.float64) + 2 * group.moved)[at]
-        return [cache, -group.expected()[at], first]
-    return [-group.expected()[at], cache] if known else [cache]
+        return [group.running[at] + 2 * group.moved[at], -group.expected[at], cache]
+    return [group.moved[at].astype(np.int64), cache, *([-group.expected[at]] if known else [])]
+
+
+def _in_order(keys: list[IntArray | FloatArray], filled: BoolArray) -> IntArray:
+    """Columns of each row by its keys, the first before the others, ties by column, what is not filled last.
+
+    One sort of whole numbers that hold all keys is several times as fast as a stable sort for each.
+    """
+    width = filled.shape[1]
+    code: IntArray = np.zeros(filled.shape, dtype=np.int64)
+    for key in keys:
+        place = key if key.dtype.kind == "i" and int(key.max()) < _OWN_PLACE else _places(key)
+        code *= int(place.max()) + 1
+        code += place.astype(np.int64, copy=False)
+    code *= width
+    code += iota(width)
+    code[~filled] = NO_LIMIT
+    code.sort(axis=1)
+    return code % width
+
+
+def _places(key: IntArray | FloatArray) -> IntArray:
+    """Place of each value among the different ones of its row, from 0."""
+    order = np.argsort(key, axis=1)
+    ranked = np.take_along_axis(key, order, axis=1)
+    place = np.zeros(key.shape, dtype=np.int64)
+    np.cumsum(ranked[:, 1:] != ranked[:, :-1], axis=1, out=place[:, 1:])
+    back = np.empty_like(place)
+    np.put_along_axis(back, order, place, axis=1)
+    return back
 
 
 def quotas(count: int, room: IntArray) -> IntArray:

@@ -99,14 +99,19 @@ def _steps_until(group: Group, tier: int) -> float:
     if not over.any():
         return 0.0
     mine = over[group.rank]
-    rank, mean = group.rank[mine], np.maximum(group.expected()[mine], 1.0)
-    low = np.zeros(group.num_ranks)
-    high = float(mean.max()) * np.log(np.maximum(group.held / tier, 1.0))  # as if all lasted as long as the longest
+    rank, mean = (np.cumsum(over) - 1)[group.rank[mine]], np.maximum(group.expected[mine], 1.0)
+    low = np.zeros(int(over.sum()))
+    high = float(mean.max()) * np.log(group.held[over] / tier)  # as if all lasted as long as the longest
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        more = sums(rank, np.exp(-middle[rank] / mean), group.num_ranks) > tier
+        more = sums(rank, np.exp(-middle[rank] / mean), low.size) > tier
         low, high = np.where(more, middle, low), np.where(more, high, middle)
-    return float(high[over].max())
+        last = high > low.max()  # the others are down before one of these is
+        if last.any() and not last.all():
+            mine = last[rank]
+            rank, mean = (np.cumsum(last) - 1)[rank[mine]], mean[mine]
+            low, high = low[last], high[last]
+    return float(high.max())
 
 
 def kept_by_waiting(group: Group, leaving: IntArray, target: int, steps: int) -> float:
@@ -116,7 +121,7 @@ def kept_by_waiting(group: Group, leaving: IntArray, target: int, steps: int) ->
     """
     rank = group.rank
     crowded = (group.held > target)[rank]
-    survive = np.exp(-steps / np.maximum(group.expected()[crowded], 1.0))
+    survive = np.exp(-steps / np.maximum(group.expected[crowded], 1.0))
     mean = sums(rank[crowded], survive, group.num_ranks) - target
     spread = np.sqrt(np.maximum(sums(rank[crowded], survive * (1 - survive), group.num_ranks), 1e-12))
     later = np.where(group.held > target, _positive_part(mean, spread), 0.0)
