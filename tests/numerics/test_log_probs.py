@@ -12,10 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from equipoise.engine.log_probs import IGNORE, next_token_labels, token_log_probs
+from equipoise.engine.log_probs import IGNORE, default_chunk_tokens, next_token_labels, token_log_probs
 from equipoise.errors import InvalidInput
 
 TOKENS, VOCAB, WIDTH = 23, 37, 5
+MIB = 2**20
 F64 = torch.float64
 
 
@@ -172,23 +173,49 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("with_entropy", "learns", "chunks"), [(False, False, 1), (True, False, 1), (False, True, 1), (True, True, 2)]
+    ("with_entropy", "learns", "softcap"),
+    [(False, False, None), (True, False, 2.0), (False, True, None), (True, True, None), (True, True, 2.0)],
 )
-def test_holds_logits_of_one_chunk_and_no_copy_that_is_not_needed(
-    with_entropy: bool, learns: bool, chunks: int
-) -> None:
-    tokens, vocab, chunk = 1024, 500, 256
+def test_holds_logits_of_one_chunk_and_no_copy_of_them(with_entropy: bool, learns: bool, softcap: float | None) -> None:
+    tokens, vocab, chunk = 1024, 8000, 256
     hidden, weight = (torch.randn(n, 4, requires_grad=learns) for n in (tokens, vocab))
     labels = torch.randint(0, vocab, (tokens,))
 
     def call() -> None:
-        log_probs, entropy = token_log_probs(hidden, weight, labels, chunk_tokens=chunk, with_entropy=with_entropy)
+        log_probs, entropy = token_log_probs(
+            hidden, weight, labels, softcap=softcap, chunk_tokens=chunk, with_entropy=with_entropy
+        )
         if learns:
             (log_probs.sum() if entropy is None else log_probs.sum() + entropy.sum()).backward()
 
     call()
     logits = chunk * vocab * 4
-    assert chunks * logits <= peak_bytes(call) < (chunks + 0.5) * logits  # 64 tokens at a time are reduced
+    assert logits <= peak_bytes(call) < 1.5 * logits  # what is reduced at once is 1 MiB
+
+
+def test_without_a_setting_chunks_are_even_and_take_32_mib_on_a_cpu() -> None:
+    tokens, vocab = 300, 49152
+    chunk = default_chunk_tokens(vocab, torch.float32, torch.device("cpu"))
+    assert chunk * vocab * 4 <= 32 * MIB < (chunk + 1) * vocab * 4
+    hidden, weight = torch.randn(tokens, 2), torch.randn(vocab, 2)
+    labels = torch.randint(0, vocab, (tokens,))
+    logits = tokens // 2 * vocab * 4  # two chunks, as one of 170 tokens would leave 130
+    assert logits <= peak_bytes(lambda: token_log_probs(hidden, weight, labels)) < logits + 1.5 * MIB
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "device", "tokens"),
+    [
+        (2**17, torch.float64, "cpu", 32),
+        (2**17, torch.bfloat16, "cpu", 64),
+        (2**17, torch.bfloat16, "cuda", 1024),
+        (2**25, torch.float32, "cpu", 1),
+    ],
+)
+def test_default_chunk_follows_vocabulary_type_and_device(
+    vocab: int, dtype: torch.dtype, device: str, tokens: int
+) -> None:
+    assert default_chunk_tokens(vocab, dtype, torch.device(device)) == tokens
 
 
 def test_half_precision_is_summed_in_float32() -> None:

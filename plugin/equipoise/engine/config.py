@@ -102,7 +102,8 @@ class EngineConfig:
         gradient_checkpointing: recompute activations in the backward.
         offload_params: weights lie in host memory outside ``train_mode`` and ``eval_mode``.
         offload_optimizer: optimizer states lie in host memory outside ``train_mode``.
-        log_prob_chunk_tokens: tokens whose logits are held at once.
+        log_prob_chunk_tokens: most tokens whose logits are held at once; None for 32 MiB of them on a CPU and 512 MiB
+            elsewhere.
         optimizer: see :class:`OptimizerConfig`; None for an engine that never trains (a reference model).
 
     Raises:
@@ -127,7 +128,7 @@ class EngineConfig:
     gradient_checkpointing: bool = False
     offload_params: bool = False
     offload_optimizer: bool = False
-    log_prob_chunk_tokens: int = 1024
+    log_prob_chunk_tokens: int | None = None
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
@@ -140,7 +141,8 @@ class EngineConfig:
             raise InvalidInput(must("micro_batch_size_per_gpu", rule, got, "choose rows or the token cap"))
         positive("sp_size", self.sp_size, "use 1 without sequence parallelism")
         positive("force_group_size", self.force_group_size, "use 1 for rows that may part")
-        positive("log_prob_chunk_tokens", self.log_prob_chunk_tokens, "use 1024")
+        if self.log_prob_chunk_tokens is not None:
+            positive("log_prob_chunk_tokens", self.log_prob_chunk_tokens, "use None for a size that suits the device")
         _one_of("dtype", self.dtype, get_args(DTypeName))
         for name in ("param_dtype", "reduce_dtype"):
             _one_of(name, getattr(self, name), (None, *get_args(DTypeName)))

@@ -18,7 +18,9 @@ from equipoise.errors import InvalidInput, must
 IGNORE = -100
 """The label of a position that predicts nothing: its log-probability is 0 and has no gradient."""
 
-_BLOCK = 64  # tokens that are reduced at once: reductions hold a copy of what they are given
+_MIB = 2**20
+_LOGITS_BYTES = {"cpu": 32 * _MIB}  # elsewhere 512 MiB: the units of an accelerator want more tokens at once
+_BLOCK, _BLOCK_BYTES = 64, {"cpu": _MIB}  # what is reduced at once: reductions hold a copy of what they are given
 
 
 def next_token_labels(input_ids: torch.Tensor, cu_seqlens: torch.Tensor | Sequence[int]) -> torch.Tensor:
@@ -43,6 +45,21 @@ def next_token_labels(input_ids: torch.Tensor, cu_seqlens: torch.Tensor | Sequen
     return labels
 
 
+def default_chunk_tokens(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Tokens whose logits, summed in ``dtype``, take 32 MiB on a CPU and 512 MiB elsewhere; at least 1.
+
+    Args:
+        vocab: logits of a token.
+        dtype: of the inputs; half-precision ones are summed in float32.
+        device: where the logits are.
+
+    >>> default_chunk_tokens(49152, torch.bfloat16, torch.device("cpu"))
+    170
+
+    """
+    return max(1, _LOGITS_BYTES.get(device.type, 512 * _MIB) // (vocab * _accumulator(dtype).itemsize))
+
+
 def token_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -51,7 +68,7 @@ def token_log_probs(
     bias: torch.Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""Log-probability of each label, and the entropy of each distribution.
@@ -61,9 +78,10 @@ def token_log_probs(
         H_t = -\sum_v p_{tv} \log p_{tv}, \quad
         \operatorname{cap}(x) = c \tanh(x / c)
 
-    Logits exist for ``chunk_tokens`` tokens at a time; backward computes them again. It differentiates once, in
-    ``hidden``, ``weight`` and ``bias``, through both results. Half-precision inputs are summed in float32, the gradient
-    of ``weight`` over all chunks too. Autocast does not apply: the inputs' types say what is computed in what.
+    Logits exist for a chunk of tokens at a time, chunks as even as can be; backward computes them again. It
+    differentiates once, in ``hidden``, ``weight`` and ``bias``, through both results. Half-precision inputs are summed
+    in float32, the gradient of ``weight`` over all chunks too. Autocast does not apply: the inputs' types say what is
+    computed in what.
 
     Args:
         hidden: ``(tokens, width)``.
@@ -72,7 +90,7 @@ def token_log_probs(
         bias: ``(vocab,)``.
         temperature: :math:`\tau > 0`.
         softcap: :math:`c > 0`, the cap on final logits of Gemma 2 (arXiv 2408.00118, section 2); None for no cap.
-        chunk_tokens: tokens whose logits are held at once.
+        chunk_tokens: most tokens whose logits are held at once; None for :func:`default_chunk_tokens`.
         with_entropy: also compute the entropy.
 
     Returns:
@@ -96,7 +114,11 @@ def token_log_probs(
         raise InvalidInput(must("temperature", "be above 0", temperature, "1.0 leaves logits as they are"))
     if softcap is not None and softcap <= 0:
         raise InvalidInput(must("softcap", "be above 0", softcap, "pass None for no cap"))
-    chunk = positive("chunk_tokens", chunk_tokens, "pass the number of tokens whose logits are held at once")
+    if chunk_tokens is None:
+        dtype = torch.promote_types(hidden.dtype, weight.dtype)
+        chunk = default_chunk_tokens(weight.shape[0], dtype, weight.device)
+    else:
+        chunk = positive("chunk_tokens", chunk_tokens, "pass the number of tokens whose logits are held at once")
     head = _Head(temperature=temperature, softcap=softcap, chunk=chunk)
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, labels, head, with_entropy)  # pyright: ignore[reportGeneralTypeIssues]
     return log_probs, entropy
@@ -133,7 +155,9 @@ class _Head:
     chunk: int
 
     def slices(self, tokens: int) -> Iterator[slice]:
-        return (slice(start, min(start + self.chunk, tokens)) for start in range(0, tokens, self.chunk))
+        """As few chunks as there can be, of sizes as even as can be: the largest decides the peak."""
+        number = -(-tokens // self.chunk)
+        return (slice(i * tokens // number, (i + 1) * tokens // number) for i in range(number))
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         logits = _product(hidden, weight.t())
@@ -170,7 +194,7 @@ class _TokenLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in head.slices(hidden.shape[0]):
                 logits = head.logits(hidden[rows].to(operand.dtype), operand, bias)
-                log_z[rows] = torch.cat([torch.logsumexp(block, -1) for block in logits.split(_BLOCK)])
+                log_z[rows] = torch.cat([torch.logsumexp(block, -1) for block in _blocks(logits)])
                 chosen = logits.gather(-1, labels[rows].clamp(min=0)[:, None])[:, 0]
                 log_probs[rows] = (chosen - log_z[rows]).masked_fill(labels[rows] == IGNORE, 0.0)
                 if entropy is not None:
@@ -196,14 +220,14 @@ class _TokenLogProbs(torch.autograd.Function):
             for rows in head.slices(hidden.shape[0]):
                 inputs = hidden[rows].to(operand.dtype)
                 logits = head.logits(inputs, operand, bias)
-                grad = _grad_logits(
-                    logits if head.softcap is None else logits.clone(),
+                grad = _grad_product_(
+                    logits,
                     log_z[rows],
                     labels[rows],
                     grad_log_probs[rows],
                     None if entropy is None or grad_entropy is None else (entropy[rows], grad_entropy[rows]),
+                    head,
                 )
-                grad = head.backward_(grad, None if head.softcap is None else logits)
                 if grad_bias is not None:
                     grad_bias += grad.sum(0)
                 grad = grad.to(operand.dtype)
@@ -223,7 +247,7 @@ class _TokenLogProbs(torch.autograd.Function):
 def _entropy_(logits: torch.Tensor, log_z: torch.Tensor) -> torch.Tensor:
     """Entropies ``(tokens,)``; overwrites ``logits``."""
     log_p = _log_p_(logits, log_z)
-    return torch.cat([-(block.exp().mul_(block)).sum(-1) for block in log_p.split(_BLOCK)])
+    return torch.cat([-(block.exp().mul_(block)).sum(-1) for block in _blocks(log_p)])
 
 
 def _log_p_(logits: torch.Tensor, log_z: torch.Tensor) -> torch.Tensor:
@@ -232,22 +256,50 @@ def _log_p_(logits: torch.Tensor, log_z: torch.Tensor) -> torch.Tensor:
     return logits.sub_(log_z[:, None]).clamp_(min=-1000.0)
 
 
-def _grad_logits(
+def _grad_product_(
     logits: torch.Tensor,
     log_z: torch.Tensor,
     labels: torch.Tensor,
     grad_log_probs: torch.Tensor,
     entropy: tuple[torch.Tensor, torch.Tensor] | None,
+    head: _Head,
+) -> torch.Tensor:
+    """Gradient of the product that logits come from, ``(tokens, vocab)``; overwrites ``logits``.
+
+    It goes block by block, so that what is needed twice is not held twice.
+    """
+    blocks = _blocks(logits)
+    columns = (log_z, labels, grad_log_probs, *(entropy or ()))
+    parts = (column.split(blocks[0].shape[0]) for column in columns)
+    for block, z, label, upstream, *more in zip(blocks, *parts, strict=True):
+        capped = None if head.softcap is None else block.clone()
+        head.backward_(_grad_logits_(block, z, label, upstream, *more), capped)
+        del capped  # before that of the next block is made
+    return logits
+
+
+def _grad_logits_(
+    logits: torch.Tensor,
+    log_z: torch.Tensor,
+    labels: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    entropy: torch.Tensor | None = None,
+    grad_entropy: torch.Tensor | None = None,
 ) -> torch.Tensor:
     r""":math:`g (1_y - p) - g_H p (\log p + H)`, ``(tokens, vocab)``; overwrites ``logits``."""
     log_p = _log_p_(logits, log_z)
-    if entropy is None:
+    if entropy is None or grad_entropy is None:
         grad = log_p.exp_().mul_(grad_log_probs.neg()[:, None])
     else:
-        value, upstream = entropy
-        grad = log_p.exp()
-        grad.mul_(log_p.add_(value[:, None]).mul_(upstream[:, None]).add_(grad_log_probs[:, None]).neg_())
+        p = log_p.exp()
+        grad = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_log_probs[:, None]).neg_().mul_(p)
     return grad.scatter_add_(-1, labels.clamp(min=0)[:, None], grad_log_probs[:, None])
+
+
+def _blocks(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """At most 64 tokens each; on a CPU at most 1 MiB, which its cache holds."""
+    rows = _BLOCK_BYTES.get(logits.device.type, logits.nbytes) // max(1, logits[:1].nbytes)
+    return logits.split(max(1, min(_BLOCK, rows)))
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

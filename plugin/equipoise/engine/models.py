@@ -26,10 +26,10 @@ class LanguageModel(nn.Module):
 
     Args:
         hf: causal language model.
-        chunk_tokens: tokens whose logits are held at once.
+        chunk_tokens: most tokens whose logits are held at once; None for a size that suits vocabulary and device.
     """
 
-    def __init__(self, hf: PreTrainedModel, *, chunk_tokens: int) -> None:
+    def __init__(self, hf: PreTrainedModel, *, chunk_tokens: int | None) -> None:
         super().__init__()
         if hf.get_output_embeddings() is None:
             raise InvalidInput(must("model", "have an output head", type(hf).__name__, "pass a causal language model"))
