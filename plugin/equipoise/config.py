@@ -30,8 +30,8 @@ class RolloutConfig:
     """False: one decode shape; moves are planned by counts of requests and not by times of tiers."""
 
     transfer: Literal["none", "recompute", "kv"] = "recompute"
-    """How a request moves: not at all, as tokens that the receiver prefills, or with its cache ("kv": for engines of
-    :mod:`equipoise.rollout`; the servers of verl 0.9.1 cannot hand a cache out, and the verl hook refuses it)."""
+    """How a request moves: not at all, as tokens that the receiver prefills, or with its cache ("kv": between engines
+    of :mod:`equipoise.rollout`, in verl the servers of a CPU run; verl's own cannot hand a cache out)."""
 
     min_gain: float = 0.0
     """Least predicted seconds that justify moving; counts once step times are known from ``profile``."""

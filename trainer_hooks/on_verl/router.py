@@ -20,7 +20,7 @@ from equipoise.errors import InvalidConfig, must, nearest
 from equipoise.trainer_hooks.on_verl.router_ledger import Held, Ledger
 from equipoise.trainer_hooks.on_verl.router_lengths import ExpectedLengths
 from equipoise.trainer_hooks.on_verl.router_moves import MovePlanner
-from equipoise.trainer_hooks.on_verl.router_replay import Replay, Stay
+from equipoise.trainer_hooks.on_verl.router_replay import Replay, Stay, StepTimes
 from equipoise.trainer_hooks.on_verl.router_watch import Watch
 
 logger = logging.getLogger("equipoise")
@@ -47,6 +47,7 @@ class _Conversation:
     told_to_leave: bool = False  # its replica was, and it has not come back since
     left_at: float = 0.0
     stay: tuple[Held, float] | None = None  # the last one, and the mean number of requests beside
+    tier_seconds: dict[int, float] = field(default_factory=dict[int, float])  # of the last stay
     stays: list[Stay] = field(default_factory=list[Stay])  # of this turn
 
     @property
@@ -80,10 +81,11 @@ class TokenAwareRouter:
         self._conversations: OrderedDict[str, _Conversation] = OrderedDict()
         self._leaving: dict[str, float] = {}
         self._replay = Replay()
+        self._step_times = StepTimes()
         self._check_at = self._correct_at = 0.0
         self._warned = False
         self.configure({key: value for key, value in (config or {}).items() if key != "router_class"})
-        self._watch = Watch(clock, lambda count: self._planner.tier(count))
+        self._watch = Watch(clock, lambda count: self._planner.tier(count), lambda count: self._planner.share(count))
 
     def configure(self, config: Mapping[str, Any]) -> None:
         """Take settings; to be called before the first request."""
@@ -148,6 +150,7 @@ class TokenAwareRouter:
                 generated=talk.generated,
                 server_request_id=server_request_id,
                 request_seconds=self._watch.request_seconds.get(server, 0.0),
+                tier_seconds=dict(self._watch.tier_seconds.get(server, {})),
             )
         )
         self._watch.asked(server)
@@ -165,6 +168,10 @@ class TokenAwareRouter:
         seconds = talk.left_at - held.since
         beside = self._watch.request_seconds.get(server_id, 0.0) - held.request_seconds
         talk.stay = held, beside / seconds if seconds > 0 else 1.0
+        talk.tier_seconds = {
+            tier: total - held.tier_seconds.get(tier, 0.0)
+            for tier, total in self._watch.tier_seconds.get(server_id, {}).items()
+        }
 
     def add_servers(self, servers: Mapping[str, Any]) -> None:
         """New replicas."""
@@ -235,6 +242,7 @@ class TokenAwareRouter:
             held, beside = talk.stay
             self._planner.measured(tokens=num_tokens, seconds=talk.left_at - held.since, beside=beside)
             talk.stays.append(Stay(since=held.since, server=held.server, tokens=num_tokens))
+            self._step_times.measured(tokens=num_tokens, tier_seconds=talk.tier_seconds)
             talk.stay = None
         talk.generated += num_tokens
         if aborted and talk.told_to_leave:
@@ -277,12 +285,14 @@ class TokenAwareRouter:
         figures = self._watch.take(self._ledger.running)
         if figures:
             figures["predicted_saved_seconds"] = self._planner.predicted_s
-            step_s = self._planner.measured_step_s()
-            if step_s is not None or not figures["moves"]:
-                figures["measured_saved_seconds"] = self._replay.saved_s(step_s) if step_s and figures["moves"] else 0.0
+            figures["measured_saved_seconds"] = self._measured_saved_s() if figures["moves"] else 0.0
         self._planner.predicted_s = 0.0
         self._replay.clear()
         return {METRICS_PREFIX + key: value for key, value in figures.items()}
+
+    def _measured_saved_s(self) -> float:
+        by_tier, planner = self._step_times.fit(), self._planner
+        return self._replay.saved_s(lambda count: by_tier[planner.tier(count)] / planner.share(count))
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 

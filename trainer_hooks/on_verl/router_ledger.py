@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -21,6 +21,7 @@ class Held:
         generated: of its tokens that it had before.
         server_request_id: what the replica calls it; None where nobody said.
         request_seconds: of the replica when it came, see ``Watch``.
+        tier_seconds: likewise.
         order: of arrival.
     """
 
@@ -33,6 +34,7 @@ class Held:
     generated: int = 0
     server_request_id: str | None = None
     request_seconds: float = 0.0
+    tier_seconds: Mapping[int, float] = field(default_factory=dict[int, float])
     order: int = field(default_factory=count().__next__)
 
     @property

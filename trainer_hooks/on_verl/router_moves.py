@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from statistics import median
 
 from equipoise.config import RolloutConfig
@@ -76,24 +76,12 @@ class MovePlanner:
             base_s = (self.step_s or 1.0) / 1.5
             times = tuple(base_s * (1 + tier / rising[-1]) for tier in rising)
             return StepTime(tiers=tuple(rising), base_s=times, s_per_token=(0.0,) * len(rising))
-        return self._fitted()
-
-    def _fitted(self) -> StepTime:
-        """From the tiers that were measured often enough."""
-        number = Counter(tier for tier, _ in self._samples)
         kept = [sample for sample in self._samples if number[sample[0]] >= _ENOUGH]
         return StepTime.fit([tier for tier, _ in kept], [0] * len(kept), [seconds for _, seconds in kept])
 
-    def measured_step_s(self) -> Callable[[int], float] | None:
-        """Seconds between two tokens of a request beside so many, as measured; None until two tiers were."""
-        if sum(number >= _ENOUGH for number in Counter(tier for tier, _ in self._samples).values()) < 2:
-            return None
-        model = self._fitted()
-        return lambda count: self._each_s(count, model)
-
-    def _each_s(self, count: int, model: StepTime) -> float:
-        """Seconds between two tokens of one of so many requests; beyond the slots they take turns."""
-        return max(1.0, count / self.slots) * model(self.tier(min(count, self.slots)), 0)
+    def share(self, count: int) -> float:
+        """Of the time that each of so many requests is decoded in: beyond the slots they take turns."""
+        return min(1.0, self.slots / count)
 
     def drain_s(self, expected: Sequence[float], step_time: StepTime) -> float:
         """Predicted seconds until a replica with these requests is empty, if nothing more comes.
@@ -102,7 +90,8 @@ class MovePlanner:
         """
         seconds, before = 0.0, 0.0
         for done, left in enumerate(sorted(expected)):
-            seconds += (left - before) * self._each_s(len(expected) - done, step_time)
+            count = len(expected) - done
+            seconds += (left - before) * step_time(self.tier(min(count, self.slots)), 0) / self.share(count)
             before = left
         return seconds
 

@@ -1,11 +1,19 @@
-"""How long a rollout would have taken without moves, told from the lengths that it turned out to have. Pure Python."""
+"""How long a rollout would have taken without moves, told from the lengths that it turned out to have."""
 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
+
+from equipoise._arrays import FloatArray
+
+_STAYS = 4096  # that the measured times span
+_PULL = 1e-3  # towards the mean rate, relative to the time in the mean tier; says the rate of a tier hardly seen
+_SLOWEST = 20.0  # times the mean step
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -96,3 +104,40 @@ class Replay:
             return 0.0
         real_s = self._last - min(stay.since for stay in self._stays)
         return real_s * (makespan_s(self._unmoved, step_s) / replayed_s - 1)
+
+
+class StepTimes:
+    """Seconds between two tokens of a request by the decode size of its replica, from what stays took.
+
+    A stay decodes as many tokens as its seconds in each tier times the rate of that tier, which are then a linear
+    least-squares problem over all stays.
+    """
+
+    def __init__(self) -> None:
+        self._stays: deque[tuple[int, Mapping[int, float]]] = deque(maxlen=_STAYS)
+
+    def measured(self, *, tokens: int, tier_seconds: Mapping[int, float]) -> None:
+        """Take note of a stay.
+
+        Args:
+            tokens: decoded.
+            tier_seconds: that the replica spent on each request in each tier meanwhile.
+        """
+        if tokens > 0 and any(tier_seconds.values()):
+            self._stays.append((tokens, tier_seconds))
+
+    def fit(self) -> Mapping[int, float]:
+        """Seconds of a token by tier, those of a tier never seen being the mean."""
+        tiers = sorted({tier for _, seconds in self._stays for tier in seconds})
+        if not tiers:
+            return defaultdict(lambda: 1.0)
+        rows = [[seconds.get(tier, 0.0) for tier in tiers] for _, seconds in self._stays]
+        times: FloatArray = np.array(rows, dtype=np.float64)
+        tokens: FloatArray = np.array([tokens for tokens, _ in self._stays], dtype=np.float64)
+        mean = float(tokens.sum() / times.sum())
+        pull = _PULL**0.5 * float(np.linalg.norm(times)) / len(tiers) ** 0.5 * np.eye(len(tiers))
+        system = np.vstack([times, pull])
+        left_over = np.concatenate([tokens - mean * times.sum(axis=1), np.zeros(len(tiers))])
+        rates = np.linalg.lstsq(system, left_over)[0] + mean
+        found = 1 / np.maximum(rates, mean / _SLOWEST)
+        return defaultdict(lambda: 1 / mean, zip(tiers, found.tolist(), strict=True))

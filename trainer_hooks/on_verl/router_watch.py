@@ -14,13 +14,18 @@ class Watch:
     Args:
         clock: seconds.
         tier: decode size of a replica with so many requests.
+        share: of the time that each of so many requests is decoded in; below 1 where they take turns.
     """
 
-    def __init__(self, clock: Callable[[], float], tier: Callable[[int], int]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], tier: Callable[[int], int], share: Callable[[int], float] = lambda _: 1.0
+    ) -> None:
         self._clock = clock
         self._tier = tier
+        self._share = share
         self._last = clock()
         self.request_seconds: dict[str, float] = {}
+        self.tier_seconds: dict[str, dict[int, float]] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -43,6 +48,8 @@ class Watch:
         for server, count in running.items():
             if count:
                 self.request_seconds[server] = self.request_seconds.get(server, 0.0) + passed * count
+                tiers = self.tier_seconds.setdefault(server, {})
+                tiers[self._tier(count)] = tiers.get(self._tier(count), 0.0) + passed * self._share(count)
 
     def asked(self, server: str) -> None:
         """A request went to this replica."""
@@ -52,6 +59,7 @@ class Watch:
         """These replicas are gone."""
         for server in servers:
             self.request_seconds.pop(server, None)
+            self.tier_seconds.pop(server, None)
 
     def take(self, servers: Iterable[str]) -> dict[str, float]:
         """Figures since the last call; empty when nothing was asked for or ran."""
