@@ -1,4 +1,4 @@
-"""Rollout with HF's ``generate``: what a row samples depends on its own number, not on the rows beside it."""
+"""Rollout, with HF's ``generate`` or with the decode engine: a row samples by its own number, whatever is beside it."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # transformers is typed in part only.
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from examples.minimal.task import END
+import equipoise as eq
+from examples.minimal.task import END, PROMPT_TOKENS
 
 
 class RowNoise(LogitsProcessor):
@@ -33,8 +34,8 @@ class RowNoise(LogitsProcessor):
         return scores - uniform.log().neg().log().to(scores)
 
 
-class Sampler:
-    """A whole copy of the policy on each rank.
+class GenerateSampler:
+    """A whole copy of the policy on each rank, and HF's ``generate``.
 
     Args:
         model: HF causal language model.
@@ -71,6 +72,43 @@ class Sampler:
             logits_processor=LogitsProcessorList([RowNoise(seeds)]),
         )
         return [_ended(row) for row in out[:, width:].tolist()]
+
+
+class DecodeSampler:
+    """A decode engine on each rank; unfinished requests move from crowded ranks to idle ones, with their KV cache.
+
+    Args:
+        model: HF causal language model.
+        max_new_tokens: longest response.
+    """
+
+    def __init__(self, model: Any, *, max_new_tokens: int) -> None:
+        self.model = model
+        self.max_new_tokens = max_new_tokens
+        tiers = (64, 32, 16, 8, 4)
+        blocks = -(-(PROMPT_TOKENS + max_new_tokens) // eq.DecodeConfig.block_size)
+        engine = eq.DecodeEngine(model, eq.DecodeConfig(tiers=tiers, num_blocks=tiers[0] * blocks))
+        self._rebalancer = eq.RolloutRebalancer(engine, config=eq.RebalancerConfig(tiers=tiers, check_interval=4))
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As :meth:`GenerateSampler.load`."""
+        self.model.load_state_dict(dict(weights))
+
+    def sample(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
+        """As :meth:`GenerateSampler.sample`, but a collective call."""
+        requests = [
+            eq.RequestState(
+                id=str(seed),
+                prompt=tuple(prompt),
+                sampling=eq.Sampling(seed=seed, max_tokens=self.max_new_tokens, stop_token_ids=(END,)),
+            )
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        return [list(done.output) for done in self._rebalancer.generate(requests)]
+
+
+SAMPLERS = {"generate": GenerateSampler, "decode": DecodeSampler}
+"""By the name of the setting ``rollout``."""
 
 
 def _ended(tokens: list[int]) -> list[int]:

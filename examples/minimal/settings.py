@@ -34,6 +34,7 @@ class Settings:
         steps: RL steps.
         prompts: prompts of an RL step.
         rollouts: responses to each prompt.
+        rollout: what samples them: "generate" (HF's own) or "decode" (``eq.DecodeEngine``, requests move).
         mini_batches: optimizer steps of an RL step.
         max_new_tokens: longest response, in tokens.
         max_token_len_per_gpu: tokens that one rank may hold in a micro-batch.
@@ -59,6 +60,7 @@ class Settings:
     steps: int = 100
     prompts: int = 32
     rollouts: int = 8
+    rollout: str = "generate"
     mini_batches: int = 4
     max_new_tokens: int = 7
     max_token_len_per_gpu: int = 2048
@@ -82,6 +84,7 @@ class Settings:
         for name, options in (
             ("engine", backends),
             ("algorithm", ["grpo", "ppo"]),
+            ("rollout", ["generate", "decode"]),
             ("dtype", ["float32", "float64", "bfloat16"]),
         ):
             value = getattr(self, name)

@@ -34,7 +34,7 @@ from examples.minimal import losses
 from examples.minimal.processes import end_with_parent, quiet
 from examples.minimal.record import Record, claim
 from examples.minimal.rows import Job, Sample, batch_of, jagged, row_lengths
-from examples.minimal.sampling import Sampler
+from examples.minimal.sampling import SAMPLERS
 from examples.minimal.settings import CONF, Settings
 from examples.minimal.sft import first_policy
 from examples.minimal.task import END, Task, tiny_model
@@ -55,7 +55,8 @@ class Trainer:
         self.record = Record(self.out, writes=self.rank == 0)
         self.task = Task(s.seed)
         rollout_model = AutoModelForCausalLM.from_config(tiny_model(), dtype=getattr(torch, s.dtype))
-        self.sampler = Sampler(rollout_model.to(local_device(device_name())), max_new_tokens=s.max_new_tokens)
+        rollout_model.to(local_device(device_name()))
+        self.sampler = SAMPLERS[s.rollout](rollout_model, max_new_tokens=s.max_new_tokens)
         policy = first_policy(self)
         self.actor = self.engine(policy, lr=s.lr)
         self.reference = self.engine(policy) if s.kl_coef > 0 else None

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = [sys.executable, "-W", "ignore"]
 LAUNCHER = [*PYTHON, "-m", "examples.minimal", "--config-name", "quick"]
 PPO = {"algorithm": "ppo", "seed": 1}
-GRPO = {"algorithm": "grpo", "sft_steps": 25, "steps": 2}
+GRPO = {"algorithm": "grpo", "sft_steps": 25, "steps": 2, "rollout": "decode"}
 CLUSTERS = {
     2: [("ddp", 2, 1), ("ddp", 1, 2), ("fsdp2", 2, 1), ("fsdp2", 1, 2)],
     4: [("ddp", 2, 2), ("fsdp2", 2, 2)],

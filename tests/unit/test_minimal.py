@@ -16,7 +16,7 @@ from scipy import stats
 import equipoise as eq
 from equipoise.errors import InvalidConfig
 from examples.minimal.record import FILE, Record, claim, read
-from examples.minimal.sampling import RowNoise, Sampler
+from examples.minimal.sampling import GenerateSampler, RowNoise
 from examples.minimal.settings import CONF, Settings
 from examples.minimal.task import END, PROMPT_TOKENS, SETTINGS, Task, decode, encode, tiny_model
 
@@ -108,7 +108,7 @@ def test_what_a_row_samples_does_not_depend_on_its_company() -> None:
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    sampler = Sampler(LlamaForCausalLM(tiny_model()).double(), max_new_tokens=6)
+    sampler = GenerateSampler(LlamaForCausalLM(tiny_model()).double(), max_new_tokens=6)
     prompts = [encode("ab"), encode("a longer prompt\n"), encode("abc"), encode("ab")]
     seeds = [5, 6, 7, 8]
     together = sampler.sample(prompts, seeds)
