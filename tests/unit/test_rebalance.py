@@ -163,8 +163,60 @@ class TestWorth:
         assert eq.plan_rebalance(ranks, **arguments, kv_price=0.25 / 1000) == []
 
 
+def unhashable() -> eq.Request:
+    name: Any = [1]
+    return eq.Request(name, 1, 1)
+
+
+NO_GROUPS: list[tuple[Any, str]] = [
+    (None, "requests_by_rank must be a list with an entry for each rank, got 'NoneType'"),
+    (5, "requests_by_rank must be a list with an entry for each rank, got 'int'"),
+    ({0: [], 1: []}, "requests_by_rank must be a list with an entry for each rank, got 'dict'"),
+    ("ab", "requests_by_rank must be a list with an entry for each rank, got 'str'"),
+    ([[], 3], r"requests_by_rank\[1\] must be a list of requests, got 'int'"),
+    ([[], {"a": 1}], r"requests_by_rank\[1\] must be a list of requests, got 'dict'"),
+    ([[], "a"], r"requests_by_rank\[1\] must be a list of requests, got 'str'"),
+    ([requests(0, 1), [*requests(1, 1), "a"]], r"requests_by_rank\[1\]\[1\] must be a Request, got 'a'"),
+    ([[None], []], r"requests_by_rank\[0\]\[0\] must be a Request, got None"),
+    ([[], [unhashable()]], r"id of requests_by_rank\[1\]\[0\] must be hashable, got \[1\]"),
+]
+NO_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"slots": [1, 2, 3]}, "slots must have one value for each of 2 ranks, got 3"),
+    ({"slots": -1}, r"slots\[0\] must be a whole number of at least 0"),
+    ({"kv_capacity": [1, 1.5]}, r"kv_capacity\[1\] must be a whole number"),
+    ({"min_gain": -1.0, "step_time": seconds}, "min_gain must be finite and at least 0"),
+    ({"min_gain": 1.0}, "step_time must be given with min_gain"),
+    ({"hysteresis": 0.1}, "step_time must be given with hysteresis"),
+    ({"kv_price": 1.0, "step_time": seconds}, "steps_to_next_check must be at least 1 with kv_price"),
+    ({"most_steps": -1}, "most_steps must be at least 0"),
+    ({"victims": "oldest"}, "victims must be one of kv, longest, got 'oldest'"),
+    ({"victims": 3}, "victims must be one of kv, longest, got 3"),
+    ({"slots": "a"}, r"slots\[0\] must be a whole number of at least 0, got 'a'"),
+    ({"slots": 1.5}, r"slots\[0\] must be a whole number of at least 0, got 1.5"),
+    ({"slots": [True, 1]}, r"slots\[0\] must be a whole number of at least 0, got True"),
+    ({"slots": {0: 4, 1: 4}}, r"slots\[0\] must be a whole number"),
+    ({"kv_capacity": "many"}, r"kv_capacity\[0\] must be a whole number"),
+    ({"min_gain": "x", "step_time": seconds}, "min_gain must be finite and at least 0, got 'x'"),
+    ({"min_gain": float("nan"), "step_time": seconds}, "min_gain must be finite and at least 0, got nan"),
+    ({"min_gain": None}, "min_gain must be finite and at least 0, got None"),
+    ({"hysteresis": [1]}, "hysteresis must be finite and at least 0"),
+    ({"kv_price": "x", "step_time": seconds}, "kv_price must be finite and at least 0"),
+    ({"steps_to_next_check": "x"}, "steps_to_next_check must be finite and at least 0"),
+    ({"most_steps": None}, "most_steps must be at least 0, got None"),
+    ({"most_steps": float("nan")}, "most_steps must be at least 0, got nan"),
+    ({"step_time": 3.0}, "step_time must be callable with a tier and KV tokens, got 3.0"),
+    ({"transfer": 0}, "transfer must be a TransferCost, got 0"),
+    ({"moved_before": None}, "moved_before must be a collection of request ids, got None"),
+    ({"moved_before": "0-0"}, "moved_before must be a collection of request ids, got '0-0'"),
+    ({"moved_before": [[]]}, "moved_before must be a collection of request ids"),
+]
+
+
 class TestRefusals:
-    @pytest.mark.parametrize("tiers", [(), (4, 8), (8, 8, 4), (8, 0), (8, 2.5), (True,)])
+    @pytest.mark.parametrize(
+        "tiers",
+        [(), (4, 8), (8, 8, 4), (8, 0), (8, 2.5), (True,), (8, True), None, 5, "84", (8, "4"), (8, None), {8: 4}],
+    )
     def test_tiers_that_do_not_fall(self, tiers: Any) -> None:
         with pytest.raises(eq.InvalidInput, match="tiers must be whole numbers of at least 1 in falling order"):
             eq.plan_rebalance([[], []], tiers=tiers)
@@ -184,24 +236,16 @@ class TestRefusals:
         with pytest.raises(eq.InvalidInput, match="held twice by rank 1"):
             eq.plan_rebalance([[], [twice, twice]])
 
+    @pytest.mark.parametrize(("ranks", "text"), NO_GROUPS)
+    def test_what_is_no_list_of_requests_for_each_rank(self, ranks: Any, text: str) -> None:
+        with pytest.raises(eq.InvalidInput, match=text):
+            eq.plan_rebalance(ranks)
+
     def test_more_running_requests_than_slots(self) -> None:
         with pytest.raises(eq.InfeasiblePlan, match="slots must hold the 5 running requests of the group, got 4"):
             eq.plan_rebalance([requests(0, 1, 1, 1, 1, 1), []], slots=2)
 
-    @pytest.mark.parametrize(
-        ("arguments", "text"),
-        [
-            ({"slots": [1, 2, 3]}, "slots must have one value for each of 2 ranks, got 3"),
-            ({"slots": -1}, r"slots\[0\] must be a whole number of at least 0"),
-            ({"kv_capacity": [1, 1.5]}, r"kv_capacity\[1\] must be a whole number"),
-            ({"min_gain": -1.0, "step_time": seconds}, "min_gain must be finite and at least 0"),
-            ({"min_gain": 1.0}, "step_time must be given with min_gain"),
-            ({"hysteresis": 0.1}, "step_time must be given with hysteresis"),
-            ({"kv_price": 1.0, "step_time": seconds}, "steps_to_next_check must be at least 1 with kv_price"),
-            ({"most_steps": -1}, "most_steps must be at least 0"),
-            ({"victims": "oldest"}, "victims must be one of kv, longest, got 'oldest'"),
-        ],
-    )
+    @pytest.mark.parametrize(("arguments", "text"), NO_SETTINGS)
     def test_settings_out_of_range(self, arguments: dict[str, Any], text: str) -> None:
         with pytest.raises(eq.InvalidInput, match=text):
             eq.plan_rebalance([requests(0, 1, 1, 1), []], tiers=(4, 2), **arguments)
@@ -213,15 +257,22 @@ class TestRefusals:
             (("a", 1, 1.5), "kv_tokens of request 'a' must be a whole number"),
             (("a", 1, 1, True, -2.0), "expected_remaining of request 'a' must be finite and at least 0"),
             (("a", 1, 1, True, float("nan")), "expected_remaining of request 'a' must be finite"),
+            (("a", 1, 1, True, "3"), "expected_remaining of request 'a' must be finite and at least 0, got '3'"),
+            (("a", "3", 1), "num_tokens of request 'a' must be a whole number of at least 0, got '3'"),
+            (("a", 1, None), "kv_tokens of request 'a' must be a whole number of at least 0, got None"),
+            (("a", 1, True), "kv_tokens of request 'a' must be a whole number of at least 0, got True"),
+            (("a", 2**70, 1), r"num_tokens of request 'a' must be .* at most 2\*\*40, got"),
+            (("a", 1, 1, "no"), "running of request 'a' must be True or False, got 'no'"),
         ],
     )
     def test_requests_that_cannot_be(self, arguments: tuple[Any, ...], text: str) -> None:
         with pytest.raises(eq.InvalidInput, match=text):
             eq.Request(*arguments)
 
-    def test_a_transfer_cannot_take_negative_time(self) -> None:
+    @pytest.mark.parametrize("seconds", [-1.0, "fast", None, float("nan")])
+    def test_a_transfer_takes_a_time_of_at_least_zero(self, seconds: Any) -> None:
         with pytest.raises(eq.InvalidInput, match="latency_s must be finite and at least 0"):
-            eq.TransferCost(latency_s=-1.0)
+            eq.TransferCost(latency_s=seconds)
 
 
 class TestStepTime:
@@ -257,6 +308,8 @@ class TestStepTime:
             (([4, 4, 4], [1, 2, 3], [1.0, 1.0]), "seconds must have one value for each tier and context"),
             (([4, 4, 4], [1, 2, 3], [1.0, 0.0, 1.0]), r"seconds\[1\] must be finite and above 0"),
             (([4, 4, 4], [1, -2, 3], [1.0, 1.0, 1.0]), r"context_tokens\[1\] must be at least 0"),
+            (([4, 4, 4], [1, 2, 3], ["a", "b", "c"]), "seconds must be numbers"),
+            (([4, 4, 4], [1, 2, 3], None), "seconds must be one-dimensional"),
         ],
     )
     def test_refuses_what_it_cannot_fit(self, arguments: Any, text: str) -> None:
@@ -264,10 +317,16 @@ class TestStepTime:
             eq.StepTime.fit(*arguments)
 
     def test_refuses_tiers_that_do_not_rise_and_negative_times(self) -> None:
-        with pytest.raises(eq.InvalidInput, match="tiers must be at least 1 and rise"):
-            eq.StepTime(tiers=(8, 4), base_s=(1.0, 1.0), s_per_token=(0.0, 0.0))
-        with pytest.raises(eq.InvalidInput, match="base_s must have a finite value"):
-            eq.StepTime(tiers=(4, 8), base_s=(1.0, -1.0), s_per_token=(0.0, 0.0))
+        for tiers in ((8, 4), (), (4, "8"), (0, 4), 5, None):
+            wrong_tiers: Any = tiers
+            with pytest.raises(eq.InvalidInput, match="tiers must be at least 1 and rise"):
+                eq.StepTime(tiers=wrong_tiers, base_s=(1.0, 1.0), s_per_token=(0.0, 0.0))
+        for base in ((1.0, -1.0), (1.0,), (1.0, "x"), None, 2.0):
+            wrong_base: Any = base
+            with pytest.raises(eq.InvalidInput, match="base_s must have a finite value"):
+                eq.StepTime(tiers=(4, 8), base_s=wrong_base, s_per_token=(0.0, 0.0))
+        with pytest.raises(eq.InvalidInput, match="most_tokens must be at least 0, got nan"):
+            eq.StepTime(tiers=(4, 8), base_s=(1.0, 1.0), s_per_token=(0.0, 0.0), most_tokens=float("nan"))
 
 
 class TestLengths:
@@ -333,6 +392,25 @@ class TestLengths:
         with pytest.raises(eq.InvalidInput, match="weight must be finite and above 0"):
             eq.LengthModel(weight=0)
 
+    def test_refuses_what_is_no_number_or_no_name(self) -> None:
+        text: Any = "3"
+        with pytest.raises(eq.InvalidInput, match="window must be at least 1, got '3'"):
+            eq.LengthModel(window=text)
+        with pytest.raises(eq.InvalidInput, match="weight must be finite and above 0, got '3'"):
+            eq.LengthModel(weight=text)
+        with pytest.raises(eq.InvalidInput, match="length must be at least 0, got '3'"):
+            eq.LengthModel().finish("a", text)
+        nameless: Any = [["a"]]
+        none: Any = None
+        with pytest.raises(eq.InvalidInput, match="prompts must be a list of hashable names"):
+            eq.LengthModel().finish(nameless, 3)
+        for prompts in (nameless, none):
+            with pytest.raises(eq.InvalidInput, match="prompts must be a list of hashable names"):
+                eq.LengthModel().expect(prompts, [1])
+        for generated in (["x"], [float("nan")], [-1], None):
+            with pytest.raises(eq.InvalidInput, match="generated must be "):
+                eq.LengthModel().expect(["a"], generated)
+
 
 class TestSpread:
     def test_siblings_part_and_ranks_get_as_many(self) -> None:
@@ -345,6 +423,11 @@ class TestSpread:
     def test_siblings_need_not_be_neighbours(self) -> None:
         rank = eq.spread_siblings(["a", "b"] * 4, 4)
         assert sorted(rank[::2].tolist()) == sorted(rank[1::2].tolist()) == [0, 1, 2, 3]
+
+    @pytest.mark.parametrize("groups", [None, 5, [["a"], ["b"]]])
+    def test_groups_need_names(self, groups: Any) -> None:
+        with pytest.raises(eq.InvalidInput, match="group_ids must be a list of hashable ids"):
+            eq.spread_siblings(groups, 2)
 
 
 def test_planning_1024_ranks_of_up_to_256_requests_is_quick() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from equipoise._arrays import FloatArray, IntArray, sums
+from equipoise._checks import as_vector
 from equipoise.errors import InvalidInput, must
+from equipoise.rollout.requests import is_amount, is_whole
 
 
 class LengthModel:
@@ -36,9 +38,9 @@ class LengthModel:
     """
 
     def __init__(self, *, window: int = 16, weight: float = 2.0) -> None:
-        if window < 1:
+        if not is_whole(window, 1):
             raise InvalidInput(must("window", "be at least 1", window, "pass how many responses the median spans"))
-        if not 0 < weight < float("inf"):
+        if not is_amount(weight) or weight == 0:
             raise InvalidInput(must("weight", "be finite and above 0", weight, "pass how many responses it counts for"))
         self._window = window
         self._weight = weight
@@ -47,8 +49,9 @@ class LengthModel:
 
     def finish(self, prompt: Hashable, length: int) -> None:
         """Take note of a response of ``length`` tokens that is done."""
-        if length < 0:
+        if not is_amount(length):
             raise InvalidInput(must("length", "be at least 0", length, "pass the tokens of the response"))
+        _check_hashable([prompt])
         self._finished.setdefault(prompt, []).append(length)
 
     def next_rollout(self) -> None:
@@ -65,12 +68,14 @@ class LengthModel:
             generated: tokens that each has generated, shape (n,).
 
         Raises:
-            InvalidInput: not one count for each request, or a negative one.
+            InvalidInput: not one count for each request, a negative one, or prompts that are not hashable.
         """
-        tokens = np.asarray(generated, dtype=np.float64)
-        if tokens.shape != (len(prompts),) or (tokens < 0).any():
+        _check_hashable(prompts)
+        tokens = as_vector("generated", generated, "pair prompts and counts")
+        if tokens.shape != (len(prompts),) or (tokens.size and not (tokens.dtype.kind in "iuf" and tokens.min() >= 0)):
             rule = f"be a count of at least 0 for each of {len(prompts)} requests"
             raise InvalidInput(must("generated", rule, tokens.shape, "pair prompts and counts"))
+        tokens = tokens.astype(np.float64)
         number = {prompt: i for i, prompt in enumerate(dict.fromkeys([*self._finished, *prompts]))}
         index = np.array([number[prompt] for prompt in prompts], dtype=np.int64)
         finished = [(number[prompt], length) for prompt, lengths in self._finished.items() for length in lengths]
@@ -106,6 +111,14 @@ def expected_remaining(
     known = ~np.isnan(medians)
     still = np.maximum(np.where(known, medians, overall)[prompt] - np.where(known[prompt], generated, 0.0), 1.0)
     return (exposure[prompt] + weight * still) / (done[prompt] + weight)
+
+
+def _check_hashable(prompts: Sequence[Hashable]) -> None:
+    try:
+        frozenset(prompts)
+    except TypeError as error:
+        remedy = "pass what names the prompt of each request"
+        raise InvalidInput(must("prompts", "be a list of hashable names", prompts, remedy)) from error
 
 
 def _columns(pairs: Iterable[tuple[int, int]]) -> tuple[IntArray, FloatArray]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray, IntArray, iota
 from equipoise.errors import InfeasiblePlan, InvalidInput, must
-from equipoise.rollout.requests import Request
+from equipoise.rollout.requests import Request, is_whole
 
 NO_LIMIT = 2**62
 
@@ -66,8 +66,12 @@ def checked_ranks(requests_by_rank: Sequence[Sequence[Request] | None]) -> list[
     """The requests of each rank, once no rank is missing and no id is held twice.
 
     Raises:
-        InvalidInput: an empty group, a rank that is None, or an id that is held twice.
+        InvalidInput: no list or an empty one, a rank that is None or no list, what is no request, or an id that is not
+            hashable or is held twice.
     """
+    if not _is_list(requests_by_rank):
+        got, remedy = type(requests_by_rank).__name__, "pass the requests of rank 0 first"
+        raise InvalidInput(must("requests_by_rank", "be a list with an entry for each rank", got, remedy))
     if not requests_by_rank:
         raise InvalidInput(must("requests_by_rank", "have an entry for each rank", [], "pass [] for an idle rank"))
     ranks: list[Sequence[Request]] = []
@@ -75,10 +79,32 @@ def checked_ranks(requests_by_rank: Sequence[Sequence[Request] | None]) -> list[
         if requests is None:
             remedy = "wait for its state, or pass [] if it is idle"
             raise InvalidInput(must(f"requests_by_rank[{rank}]", "be the requests of that rank", None, remedy))
+        if not _is_list(requests):
+            got, remedy = type(requests).__name__, "pass [] for an idle rank"
+            raise InvalidInput(must(f"requests_by_rank[{rank}]", "be a list of requests", got, remedy))
         ranks.append(requests)
-    if len({request.id for requests in ranks for request in requests}) != sum(map(len, ranks)):
+    try:
+        distinct = len({request.id for requests in ranks for request in requests})
+    except (AttributeError, TypeError) as error:
+        raise InvalidInput(_no_request(ranks)) from error
+    if distinct != sum(map(len, ranks)):
         raise InvalidInput(_held_twice(ranks))
     return ranks
+
+
+def checked_ids(field: str, ids: Collection[Hashable]) -> frozenset[Hashable]:
+    """The ids, once they are a collection of what can be one.
+
+    Raises:
+        InvalidInput: no collection, a single string, or an id that is not hashable.
+    """
+    try:
+        found: frozenset[Hashable] | None = None if isinstance(ids, str) else frozenset(ids)
+    except TypeError:
+        found = None
+    if found is None:
+        raise InvalidInput(must(field, "be a collection of request ids", ids, "pass () if there is none"))
+    return found
 
 
 def checked_tiers(tiers: Sequence[int]) -> IntArray:
@@ -87,12 +113,12 @@ def checked_tiers(tiers: Sequence[int]) -> IntArray:
     Raises:
         InvalidInput: none, one that is no whole number of at least 1, or not in falling order.
     """
-    found = list(tiers)
-    whole = all(not isinstance(tier, bool) and hasattr(tier, "__index__") and int(tier) >= 1 for tier in found)
-    if not found or not whole or any(a <= b for a, b in itertools.pairwise(found)):
+    found = list(tiers) if _is_many(tiers) else []
+    if not found or not all(is_whole(tier, 1) for tier in found) or any(a <= b for a, b in itertools.pairwise(found)):
         remedy = "list the decode-graph sizes from the largest to the smallest, each once"
-        raise InvalidInput(must("tiers", "be whole numbers of at least 1 in falling order", tuple(found), remedy))
-    return np.array(found[::-1], dtype=np.int64)
+        got = tuple(found) if _is_many(tiers) else tiers
+        raise InvalidInput(must("tiers", "be whole numbers of at least 1 in falling order", got, remedy))
+    return np.array([min(tier, NO_LIMIT) for tier in found[::-1]], dtype=np.int64)
 
 
 def per_rank(field: str, limit: int | Sequence[int] | None, num_ranks: int) -> IntArray:
@@ -103,15 +129,15 @@ def per_rank(field: str, limit: int | Sequence[int] | None, num_ranks: int) -> I
     """
     if limit is None:
         return np.full(num_ranks, NO_LIMIT, dtype=np.int64)
-    given: list[Any] = list(limit) if isinstance(limit, Iterable) else [limit] * num_ranks
+    given: list[Any] = list(limit) if _is_many(limit) else [limit] * num_ranks
     if len(given) != num_ranks:
         raise InvalidInput(
             must(field, f"have one value for each of {num_ranks} ranks", len(given), "or pass one number")
         )
     for rank, value in enumerate(given):
-        if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
+        if not is_whole(value):
             raise InvalidInput(must(f"{field}[{rank}]", "be a whole number of at least 0", value, "or pass None"))
-    return np.array([value.__index__() for value in given], dtype=np.int64)
+    return np.array([min(int(value), NO_LIMIT) for value in given], dtype=np.int64)
 
 
 def check_room(num_running: int, slots: IntArray) -> None:
@@ -129,7 +155,7 @@ def check_room(num_running: int, slots: IntArray) -> None:
 
 def gather(
     ranks: Sequence[Sequence[Request]],
-    moved: Collection[Hashable] = (),
+    moved: frozenset[Hashable] = frozenset(),
     *,
     with_tokens: bool = True,
     with_lengths: bool = True,
@@ -149,9 +175,9 @@ def gather(
     num_tokens, unknown = np.zeros(count, dtype=np.int64), np.isnan(remaining)
     if with_tokens or (bool(unknown.any()) and (with_lengths or not bool(unknown.all()))):
         num_tokens = np.fromiter((r.num_tokens for held in ranks for r in held), np.int64, count)
-    marks, before = np.zeros(count, dtype=np.bool_), frozenset(moved)
-    if before:
-        marks = np.fromiter((r.id in before for held in ranks for r in held), np.bool_, count)
+    marks = np.zeros(count, dtype=np.bool_)
+    if moved:
+        marks = np.fromiter((r.id in moved for held in ranks for r in held), np.bool_, count)
     running = cache >= 0
     return Group(
         held=held,
@@ -161,6 +187,14 @@ def gather(
         remaining=remaining,
         moved=marks,
     )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, Sequence)) and not isinstance(value, (str, bytes))
+
+
+def _is_many(value: Any) -> TypeGuard[Iterable[Any]]:
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
 
 
 def _held_twice(ranks: list[Sequence[Request]]) -> str:
@@ -178,3 +212,16 @@ def _held_twice(ranks: list[Sequence[Request]]) -> str:
                 )
             where[request.id] = rank
     raise AssertionError("no id is held twice")
+
+
+def _no_request(ranks: list[Sequence[Request]]) -> str:
+    for rank, requests in enumerate(ranks):
+        for i, request in enumerate(requests):
+            field = f"requests_by_rank[{rank}][{i}]"
+            if not hasattr(request, "id"):
+                return must(field, "be a Request", request, "tell of each by equipoise.Request")
+            try:
+                hash(request.id)
+            except TypeError:
+                return must(f"id of {field}", "be hashable", request.id, "pass a number, a string or a tuple of them")
+    raise AssertionError("each request has a hashable id")

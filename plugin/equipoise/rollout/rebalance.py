@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +14,13 @@ from equipoise.rollout.group import (
     NO_LIMIT,
     Group,
     check_room,
+    checked_ids,
     checked_ranks,
     checked_tiers,
     gather,
     per_rank,
 )
-from equipoise.rollout.requests import Move, Request, as_moves
+from equipoise.rollout.requests import Move, Request, as_moves, is_amount
 from equipoise.rollout.victims import deal, fit, pick, quotas
 from equipoise.rollout.worth import StepTime, TransferCost, exchange_seconds, kept_by_waiting, saved_seconds
 
@@ -44,17 +46,22 @@ class Terms:
     def __post_init__(self) -> None:
         for name in ("min_gain", "hysteresis", "kv_price", "steps_to_next_check"):
             value = getattr(self, name)
-            if not 0 <= value < float("inf"):
+            if not is_amount(value):
                 raise InvalidInput(must(name, "be finite and at least 0", value, "pass 0 to leave it out"))
             if value and self.step_time is None and name != "steps_to_next_check":
                 raise InvalidInput(must("step_time", f"be given with {name}", None, "pass a step-time model"))
         if self.kv_price and not self.steps_to_next_check:
             remedy = "pass the check interval"
             raise InvalidInput(must("steps_to_next_check", "be at least 1 with kv_price", 0, remedy))
-        if not self.most_steps >= 0:
-            raise InvalidInput(
-                must("most_steps", "be at least 0", self.most_steps, "leave it out if there is no limit")
-            )
+        if self.most_steps != float("inf") and not is_amount(self.most_steps):
+            remedy = "leave it out if there is no limit"
+            raise InvalidInput(must("most_steps", "be at least 0", self.most_steps, remedy))
+        if not (self.step_time is None or callable(self.step_time)):
+            remedy = "fit one by equipoise.StepTime.fit"
+            raise InvalidInput(must("step_time", "be callable with a tier and KV tokens", self.step_time, remedy))
+        transfer: Any = self.transfer
+        if not isinstance(transfer, TransferCost):
+            raise InvalidInput(must("transfer", "be a TransferCost", transfer, "leave it out if moves cost nothing"))
         if self.victims not in VICTIMS:
             raise InvalidInput(must("victims", f"be one of {', '.join(VICTIMS)}", self.victims, "choose one"))
 
@@ -125,7 +132,8 @@ def plan_rebalance(
         Moves, each request at most once, by sender. The same on every rank that has the same input.
 
     Raises:
-        InvalidInput: tiers not falling, a rank that is None, an id on two ranks, a limit or setting out of range.
+        InvalidInput: tiers not falling, a rank that is None, an id on two ranks, a limit or setting of another kind or
+            out of range.
         InfeasiblePlan: more requests run than the slots of all ranks.
 
     >>> crowded = [Request(i, num_tokens=100 + i, kv_tokens=100 + i) for i in range(6)]
@@ -134,13 +142,14 @@ def plan_rebalance(
     """
     rising = checked_tiers(tiers)
     ranks = checked_ranks(requests_by_rank)
+    before = checked_ids("moved_before", moved_before)
     terms = Terms(
         tiers=rising,
         slots=per_rank("slots", slots, len(ranks)),
         kv_capacity=per_rank("kv_capacity", kv_capacity, len(ranks)),
         min_gain=min_gain,
         step_time=step_time,
-        transfer=transfer or TransferCost(),
+        transfer=TransferCost() if transfer is None else transfer,
         victims=victims,
         hysteresis=hysteresis,
         kv_price=kv_price,
@@ -155,10 +164,11 @@ def plan_rebalance(
         return []
     empty: Sequence[Request] = ()
     read = [requests if len(requests) > low else empty for requests in ranks] if terms.looks_at_counts_only else ranks
-    group = gather(read, moved_before, with_tokens=terms.needs_tokens, with_lengths=terms.needs_lengths)
+    group = gather(read, before, with_tokens=terms.needs_tokens, with_lengths=terms.needs_lengths)
     moving, to = plan_group(group, terms, held=held)
+    leaving: list[int] = moving.tolist()
     ids = [request.id for requests in read for request in requests]
-    return as_moves(group.rank[moving], to, [ids[i] for i in moving.tolist()])
+    return as_moves(group.rank[moving], to, [ids[i] for i in leaving])
 
 
 def plan_group(group: Group, terms: Terms, *, held: IntArray | None = None) -> tuple[IntArray, IntArray]:
@@ -235,7 +245,7 @@ def _pays(group: Group, leaving: IntArray, to: IntArray, tier: int, terms: Terms
     context = float(before.max()), float(after.max())
     saved = saved_seconds(group, tier, terms.tiers, terms.step_time, context, terms.most_steps)
     cost = exchange_seconds(group, leaving, to, terms.transfer)
-    if saved <= 0 or saved < (1 + terms.hysteresis) * cost + terms.min_gain:
+    if not (saved > 0 and saved >= (1 + terms.hysteresis) * cost + terms.min_gain):
         return False
     if not terms.kv_price:
         return True

@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from operator import index
 from typing import Any
 
 import numpy as np
 
 from equipoise._arrays import IntArray
+from equipoise._checks import MOST_TOKENS
 from equipoise.errors import InvalidInput, must
 
 
@@ -27,7 +29,8 @@ class Request:
         expected_remaining: tokens that it is expected to generate still, at least 0; None where nothing is known.
 
     Raises:
-        InvalidInput: a count is negative or no whole number, or ``expected_remaining`` is negative or not finite.
+        InvalidInput: a count that is no whole number from 0 to 2**40, ``running`` neither True nor False, or an
+            ``expected_remaining`` that is no number, negative or not finite.
 
     >>> Request("a", num_tokens=300, kv_tokens=300).running
     True
@@ -42,16 +45,13 @@ class Request:
     def __post_init__(self) -> None:
         _whole(self.id, "num_tokens", self.num_tokens)
         _whole(self.id, "kv_tokens", self.kv_tokens)
+        if self.running not in (True, False):
+            remedy = "False marks a request that waits"
+            raise InvalidInput(must(f"running of request {self.id!r}", "be True or False", self.running, remedy))
         left = self.expected_remaining
-        if left is not None and not 0 <= left < float("inf"):
-            raise InvalidInput(
-                must(
-                    f"expected_remaining of request {self.id!r}",
-                    "be finite and at least 0",
-                    left,
-                    "pass None if unknown",
-                )
-            )
+        if left is not None and not is_amount(left):
+            field = f"expected_remaining of request {self.id!r}"
+            raise InvalidInput(must(field, "be finite and at least 0", left, "pass None if unknown"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,30 @@ def _blank_moves(count: int) -> list[Move]:
 
 
 def _whole(request: Hashable, field: str, value: Any) -> None:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
-        remedy = "pass the tokens of the request"
-        raise InvalidInput(must(f"{field} of request {request!r}", "be a whole number of at least 0", value, remedy))
+    if not is_whole(value) or value > MOST_TOKENS:
+        rule = f"be a whole number of at least 0{' and at most 2**40' if is_whole(value) else ''}"
+        raise InvalidInput(must(f"{field} of request {request!r}", rule, value, "pass the tokens of the request"))
+
+
+def is_whole(value: Any, least: int = 0) -> bool:
+    """Whether it is a whole number of at least ``least``; a bool is none.
+
+    >>> is_whole(3), is_whole(True), is_whole("3")
+    (True, False, False)
+    """
+    try:
+        return not isinstance(value, bool) and index(value) >= least
+    except TypeError:
+        return False
+
+
+def is_amount(value: Any) -> bool:
+    """Whether it is a finite number of at least 0.
+
+    >>> is_amount(0.5), is_amount(float("nan")), is_amount("0.5")
+    (True, False, False)
+    """
+    try:
+        return bool(0 <= value < float("inf"))
+    except (TypeError, ValueError):
+        return False

@@ -8,6 +8,7 @@ import numpy as np
 
 from equipoise._arrays import IntArray, iota
 from equipoise._checks import positive
+from equipoise.errors import InvalidInput, must
 
 
 def spread_siblings(group_ids: Sequence[Hashable], num_ranks: int) -> IntArray:
@@ -20,13 +21,17 @@ def spread_siblings(group_ids: Sequence[Hashable], num_ranks: int) -> IntArray:
         num_ranks: ranks of the group, at least 1.
 
     Raises:
-        InvalidInput: ``num_ranks`` is no whole number of at least 1.
+        InvalidInput: ``num_ranks`` is no whole number of at least 1, or an id is not hashable.
 
     >>> spread_siblings(["a", "a", "b", "b", "c", "c"], 3).tolist()
     [0, 1, 2, 0, 1, 2]
     """
     ranks = positive("num_ranks", num_ranks, "pass the ranks that decode")
-    number = {group: i for i, group in enumerate(dict.fromkeys(group_ids))}
+    try:
+        number = {group: i for i, group in enumerate(dict.fromkeys(group_ids))}
+    except TypeError as error:
+        remedy = "pass the prompt group of each request"
+        raise InvalidInput(must("group_ids", "be a list of hashable ids", group_ids, remedy)) from error
     by_group = np.argsort(np.array([number[group] for group in group_ids], dtype=np.int64), kind="stable")
     rank = np.empty(by_group.size, dtype=np.int64)
     rank[by_group] = iota(by_group.size) % ranks

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 
 from equipoise._arrays import FloatArray, IntArray
-from equipoise._checks import as_lengths
+from equipoise._checks import as_lengths, as_vector
 from equipoise.errors import InvalidInput, must
+from equipoise.rollout.requests import is_amount, is_whole
 
 _FIT_FROM = 400  # samples of a tier: all pairs of them are looked at
 _FAR = 4.0  # standard deviations, from the median error, beyond which a sample is an outlier
@@ -45,10 +47,14 @@ class StepTime:
     num_outliers: int = 0
 
     def __post_init__(self) -> None:
-        if not self.tiers or any(a >= b for a, b in zip(self.tiers, self.tiers[1:], strict=False)) or self.tiers[0] < 1:
+        tiers = _as_tuple(self.tiers)
+        if not tiers or not all(is_whole(tier, 1) for tier in tiers) or any(a >= b for a, b in pairwise(tiers)):
             raise InvalidInput(must("tiers", "be at least 1 and rise", self.tiers, "sort them, each once"))
+        if self.most_tokens != float("inf") and not is_amount(self.most_tokens):
+            remedy = "leave it out if there is no limit"
+            raise InvalidInput(must("most_tokens", "be at least 0", self.most_tokens, remedy))
         for name, values in (("base_s", self.base_s), ("s_per_token", self.s_per_token)):
-            if len(values) != len(self.tiers) or not all(0 <= value < float("inf") for value in values):
+            if len(_as_tuple(values)) != len(tiers) or not all(is_amount(value) for value in values):
                 rule = f"have a finite value of at least 0 for each of {len(self.tiers)} tiers"
                 raise InvalidInput(must(name, rule, values, "give one for each tier"))
 
@@ -92,7 +98,11 @@ class StepTime:
         (1.5, 1)
         """
         tier, context = as_lengths(tiers, field="tiers"), as_lengths(context_tokens, field="context_tokens")
-        measured = np.asarray(seconds, dtype=np.float64)
+        given = as_vector("seconds", seconds, "pass the seconds of each step")
+        if given.dtype.kind not in "iuf":
+            remedy = "pass the seconds of each step"
+            raise InvalidInput(must("seconds", "be numbers", str(given.dtype), remedy))
+        measured = given.astype(np.float64)
         if not tier.shape == context.shape == measured.shape:
             shapes = tier.shape, context.shape, measured.shape
             raise InvalidInput(must("seconds", "have one value for each tier and context", shapes, "pair them"))
@@ -117,6 +127,10 @@ class StepTime:
             num_samples=measured.size,
             num_outliers=int((~kept).sum()),
         )
+
+
+def _as_tuple(values: Any) -> tuple[Any, ...]:
+    return tuple(cast("Sequence[Any]", values)) if isinstance(values, Sequence) else ()
 
 
 def _line(tier: int, context: FloatArray, seconds: FloatArray) -> tuple[float, float]:

@@ -10,6 +10,7 @@ import numpy as np
 from equipoise._arrays import FloatArray, IntArray, int_sums, sums
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.group import Group
+from equipoise.rollout.requests import is_amount
 
 _HALVINGS = 14
 
@@ -40,7 +41,7 @@ class TransferCost:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not 0 <= value < float("inf"):
+            if not is_amount(value):
                 raise InvalidInput(must(field.name, "be finite and at least 0", value, "measure it in seconds"))
 
     def seconds(self, sent: IntArray, received: IntArray, prefilled: IntArray | FloatArray) -> float:
