@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 import equipoise.engine
 from equipoise.engine import BaseEngine, EngineConfig, EngineRegistry, MissingPackage, OptimizerConfig, engines
+from equipoise.engine.base import PassOptions, WrongState
+from equipoise.engine.device import local_device
 from equipoise.errors import DuplicateName, InvalidInput, UnknownName
 
 
@@ -145,6 +150,8 @@ def test_a_class_is_registered_by_decorator() -> None:
     [
         ({"max_token_len_per_gpu": 0}, "max_token_len_per_gpu must be a whole number of at least 1, got 0"),
         ({"max_token_len_per_gpu": 8, "micro_batch_size_per_gpu": 2}, "micro_batch_size_per_gpu must be None when"),
+        ({"micro_batch_size_per_gpu": 3, "force_group_size": 2}, "per_gpu must be a multiple of force_group_size = 2"),
+        ({"log_prob_chunk_tokens": 0}, "log_prob_chunk_tokens must be a whole number of at least 1, got 0"),
         ({"sp_size": 0}, "sp_size must be"),
         ({"dtype": "float16"}, r"dtype must be one of \['float64', 'float32', 'bfloat16'\], got 'float16'"),
         ({"gradient_sync": "lats"}, "did you mean 'last'"),
@@ -154,6 +161,64 @@ def test_a_class_is_registered_by_decorator() -> None:
 def test_settings_that_break_a_rule_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidInput, match=text):
         EngineConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"max_token_len_per_gpu": 0}, "max_token_len_per_gpu must be a whole number of at least 1, got 0"),
+        ({"max_token_len_per_gpu": 8, "micro_batch_size_per_gpu": 2}, "micro_batch_size_per_gpu must be None when"),
+    ],
+)
+def test_settings_of_one_pass_keep_the_rules_of_the_engines_own(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidInput, match=text):
+        PassOptions(**settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_a_device_that_is_not_there_is_one_error_before_any_process_group(backend: str) -> None:
+    engine = engines.create(EngineConfig(backend=backend, device="cuda"), "no model")
+    with pytest.raises(InvalidInput, match="device must be one that torch finds on this machine, got 'cuda'; use"):
+        engine.initialize()
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(InvalidInput, match="got 'npu'"):
+        local_device("npu")
+
+
+def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(InvalidInput, match="LOCAL_RANK must be below 2, the cuda devices seen, got 2"):
+        local_device("cuda")
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "train_mode": lambda engine: engine.train_mode().__enter__(),
+    "eval_mode": lambda engine: engine.eval_mode().__enter__(),
+    "pass": lambda engine: engine.forward_backward_batch(
+        TensorDict({}, batch_size=[0]), None, forward_only=True, max_token_len_per_gpu=8
+    ),
+    "size": lambda engine: engine.get_data_parallel_size(),
+    "rank": lambda engine: engine.get_data_parallel_rank(),
+    "group": lambda engine: engine.get_data_parallel_group(),
+    "reports": lambda engine: engine.is_mp_src_rank_with_outputs(),
+    "weights": lambda engine: next(engine.get_per_tensor_param()),
+    "to": lambda engine: engine.to("cpu"),
+    "zero_grad": lambda engine: engine.optimizer_zero_grad(),
+    "step": lambda engine: engine.optimizer_step(),
+    "lr": lambda engine: engine.lr_scheduler_step(),
+    "save": lambda engine: engine.save_checkpoint("nowhere"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_an_engine_that_is_not_initialized_says_so(backend: str, use: str) -> None:
+    engine = engines.create(EngineConfig(backend=backend, device="cpu"), "no model")
+    with pytest.raises(WrongState, match=r"initialize"):
+        USES[use](engine)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from ray.exceptions import RayError
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.replica import TokenOutput
 
@@ -41,6 +43,8 @@ from equipoise.rollout.transfer import RequestState
 from equipoise.trainer_hooks.verl_on_cpu.patches import KV_BYTES_KEY
 from equipoise.trainer_hooks.verl_on_cpu.request import Limits, read_request
 from equipoise.trainer_hooks.verl_on_cpu.serving import DecodeLoop
+
+logger = logging.getLogger("equipoise")
 
 Weights = dict[str, NDArray[np.float32]]
 _MOST_PARKED = 64
@@ -126,7 +130,11 @@ class HFCPUServer:
             assert state.kv is not None
             layers = np.stack([layer.numpy() for layer in state.kv])
             parked = Parked(model=model, num_cached=state.num_cached, layers=layers)
-            taken = await receiver.take_in.remote(list(state.tokens), parked)
+            try:
+                taken = await receiver.take_in.remote(list(state.tokens), parked)
+            except (RayError, OSError) as error:
+                logger.warning("equipoise: the cache of a request was not sent, and is computed again: %s", error)
+                return 0
             return layers.nbytes if taken else 0
 
         return await self.loop.hand_over(request_id, send)
