@@ -140,13 +140,16 @@ def per_rank(field: str, limit: int | Sequence[int] | None, num_ranks: int) -> I
     return np.array([min(int(value), NO_LIMIT) for value in given], dtype=np.int64)
 
 
-def check_room(num_running: int, slots: IntArray) -> None:
-    """Whether the ranks can hold what runs.
+def check_room(ranks: Sequence[Sequence[Request]], slots: IntArray) -> None:
+    """Whether the slots of all ranks can hold what runs.
 
     Raises:
         InfeasiblePlan: more requests run than all ranks have slots.
     """
     room = int(np.minimum(slots, NO_LIMIT // slots.size).sum())
+    if sum(map(len, ranks)) <= room:
+        return
+    num_running = sum(bool(request.running) for requests in ranks for request in requests)
     if num_running > room:
         least = -(-num_running // slots.size)
         remedy = f"give each rank at least {least} slots, or mark those that wait with running=False"

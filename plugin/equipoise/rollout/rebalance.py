@@ -158,7 +158,7 @@ def plan_rebalance(
     )
     held = np.array([len(requests) for requests in ranks], dtype=np.int64)
     if slots is not None:
-        check_room(sum(request.running for requests in ranks for request in requests), terms.slots)
+        check_room(ranks, terms.slots)
     low = min([*lower_tiers(held, terms)[:1], *terms.slots[held > terms.slots].tolist()], default=None)
     if low is None:
         return []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray, IntArray, iota, sums
@@ -132,17 +134,26 @@ def fit(group: Group, leaving: IntArray, room: IntArray, capacity: IntArray) -> 
     stays[leaving] = False
     used = sums(group.rank[stays], need[stays].astype(np.float64), group.num_ranks).astype(np.int64)
     free: IntArray = capacity - used
-    left = room + 0
-    got: IntArray = np.zeros(room.size, dtype=np.int64)
+    left: list[int] = room.tolist()
+    able = [(0, -space, rank) for rank, space in enumerate(free.tolist()) if left[rank]]  # fewest got, most free, first
+    full: list[tuple[int, int, int]] = []  # most free first: the next ones are smaller
+    heapq.heapify(able)
     to = np.empty(leaving.size, dtype=np.int64)
-    for i in np.argsort(-need[leaving], kind="stable").tolist():
-        tokens = int(need[leaving[i]])
-        able = np.flatnonzero((left > 0) & (free >= tokens))
-        if able.size == 0:
+    order = np.argsort(-need[leaving], kind="stable")
+    for i, tokens in zip(order.tolist(), need[leaving[order]].tolist(), strict=True):
+        while full and -full[0][0] >= tokens:
+            space, got, rank = heapq.heappop(full)
+            heapq.heappush(able, (got, space, rank))
+        while able and -able[0][1] < tokens:
+            got, space, rank = heapq.heappop(able)
+            heapq.heappush(full, (space, got, rank))
+        if not able:
             return None
-        best = able[np.lexsort((-free[able], got[able]))[0]]
-        to[i] = best
-        left[best] -= 1
-        got[best] += 1
-        free[best] -= tokens
+        got, space, rank = able[0]
+        to[i] = rank
+        left[rank] -= 1
+        if left[rank]:
+            heapq.heapreplace(able, (got + 1, space + tokens, rank))
+        else:
+            heapq.heappop(able)
     return to
