@@ -134,26 +134,46 @@ def fit(group: Group, leaving: IntArray, room: IntArray, capacity: IntArray) -> 
     stays[leaving] = False
     used = sums(group.rank[stays], need[stays].astype(np.float64), group.num_ranks).astype(np.int64)
     free: IntArray = capacity - used
-    left: list[int] = room.tolist()
-    able = [(0, -space, rank) for rank, space in enumerate(free.tolist()) if left[rank]]  # fewest got, most free, first
-    full: list[tuple[int, int, int]] = []  # most free first: the next ones are smaller
-    heapq.heapify(able)
     to = np.empty(leaving.size, dtype=np.int64)
     order = np.argsort(-need[leaving], kind="stable")
-    for i, tokens in zip(order.tolist(), need[leaving[order]].tolist(), strict=True):
-        while full and -full[0][0] >= tokens:
+    tokens = need[leaving[order]]
+    start, left = 0, room
+    while start < order.size:  # a round in which each rank that is asked has room is one step
+        takers = np.flatnonzero(left > 0)
+        takers = takers[np.argsort(-free[takers], kind="stable")][: order.size - start]
+        chunk = tokens[start : start + takers.size]
+        if takers.size == 0 or bool((free[takers] < chunk).any()):
+            break
+        to[order[start : start + takers.size]] = takers
+        free[takers] -= chunk
+        start, left = start + takers.size, left - 1
+    rest = _fit_singly(tokens[start:].tolist(), left.tolist(), free.tolist())
+    if rest is None:
+        return None
+    to[order[start:]] = rest
+    return to
+
+
+def _fit_singly(tokens: list[int], left: list[int], free: list[int]) -> list[int] | None:
+    """Receiver of each request, largest first: of the ranks with room the one that got fewest, then the most free."""
+    able = [(0, -space, rank) for rank, space in enumerate(free) if left[rank] > 0]
+    full: list[tuple[int, int, int]] = []  # without room for the last request, perhaps with room for a smaller one
+    heapq.heapify(able)
+    to: list[int] = []
+    for size in tokens:
+        while full and -full[0][0] >= size:
             space, got, rank = heapq.heappop(full)
             heapq.heappush(able, (got, space, rank))
-        while able and -able[0][1] < tokens:
+        while able and -able[0][1] < size:
             got, space, rank = heapq.heappop(able)
             heapq.heappush(full, (space, got, rank))
         if not able:
             return None
         got, space, rank = able[0]
-        to[i] = rank
+        to.append(rank)
         left[rank] -= 1
         if left[rank]:
-            heapq.heapreplace(able, (got + 1, space + tokens, rank))
+            heapq.heapreplace(able, (got + 1, space + size, rank))
         else:
             heapq.heappop(able)
     return to
