@@ -6,11 +6,17 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import equipoise as eq
+from equipoise._arrays import IntArray
+from equipoise.rollout.group import Group, gather
+from equipoise.rollout.requests import as_moves
+from equipoise.rollout.victims import fit, pick
+from equipoise.rollout.worth import saved_seconds
 
 
 @dataclass(frozen=True)
@@ -187,3 +193,109 @@ def test_a_second_plan_has_nothing_left_to_do(ranks: list[list[eq.Request]]) -> 
 def test_the_same_state_gives_the_same_plan(ranks: list[list[eq.Request]]) -> None:
     again = [[eq.Request(r.id, r.num_tokens, r.kv_tokens, r.running, r.expected_remaining) for r in x] for x in ranks]
     assert eq.plan_rebalance(ranks) == eq.plan_rebalance(again)
+
+
+@st.composite
+def crowds(draw: st.DrawFn) -> tuple[Group, IntArray]:
+    """Few values each, so that keys tie; and how many leave each rank."""
+    count = draw(st.integers(1, 100))  # ranks: more than are sorted at once
+    held = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    seed = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    huge = draw(st.sampled_from([1, 2**38]))
+    known = draw(st.sampled_from([0.0, 0.7, 1.0]))
+    ranks = [
+        [
+            eq.Request(
+                (rank, i),
+                num_tokens=(tokens := int(seed.integers(1, 4)) * huge),
+                kv_tokens=tokens if (running := bool(seed.random() < 0.8)) else 0,
+                running=running,
+                expected_remaining=float(seed.integers(1, 4)) if seed.random() < known else None,
+            )
+            for i in range(number)
+        ]
+        for rank, number in enumerate(held)
+    ]
+    moved = frozenset((rank, i) for rank, number in enumerate(held) for i in range(number) if seed.random() < 0.2)
+    return gather(ranks, moved), np.array([int(seed.integers(0, number + 1)) for number in held], dtype=np.int64)
+
+
+@given(case=crowds(), longest=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_victims_are_those_of_a_plain_sort(case: tuple[Group, IntArray], longest: bool) -> None:
+    group, excess = case
+    donors = excess[group.rank] > 0
+    known = bool((~np.isnan(group.remaining[donors])).any())
+    expected: list[int] = []
+    for rank, number in enumerate(excess.tolist()):
+        mine: list[int] = np.flatnonzero(group.rank == rank).tolist()
+
+        def key(i: int) -> tuple[float, ...]:
+            runs, moved, left = bool(group.running[i]), bool(group.moved[i]), -float(group.expected[i])
+            cache = float(2 * group.kv_tokens[i] + runs)
+            return (moved, runs, left, cache, i) if longest else (moved, cache, left if known else 0.0, i)
+
+        expected += sorted(mine, key=key)[:number]
+    assert pick(group, excess, longest=longest).tolist() == expected
+
+
+@given(case=crowds(), spare=st.integers(0, 12), tight=st.floats(0.2, 2.0))
+@settings(max_examples=100, deadline=None)
+def test_places_within_memory_are_those_of_a_plain_search(
+    case: tuple[Group, IntArray], spare: int, tight: float
+) -> None:
+    group, excess = case
+    leaving = pick(group, excess, longest=False)
+    room = np.where(excess > 0, 0, spare)
+    need = np.where(group.running, group.kv_tokens, group.num_tokens).astype(object)
+    capacity = np.full(room.size, int(tight * float(need.sum()) / room.size), dtype=np.int64)
+    free: list[int] = capacity.tolist()
+    for i in set(range(need.size)) - set(leaving.tolist()):
+        free[group.rank[i]] -= need[i]
+    got = [0] * room.size
+    to: dict[int, int] = {}
+    for i in sorted(leaving.tolist(), key=lambda i: -need[i]):
+        able = [r for r in range(room.size) if got[r] < room[r] and free[r] >= need[i]]
+        if not able:
+            break
+        to[i] = min(able, key=lambda r: (got[r], -free[r], r))
+        got[to[i]] += 1
+        free[to[i]] -= need[i]
+    found = fit(group, leaving, room, capacity)
+    if len(to) < leaving.size:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.tolist() == [to[i] for i in leaving.tolist()]
+
+
+@given(case=crowds(), target=st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_the_saving_is_that_of_every_rank_looked_at_alone(case: tuple[Group, IntArray], target: int) -> None:
+    group, _ = case
+    tiers = np.array([target, 16])
+    if int(group.held.max()) <= target:
+        return
+    mean = np.maximum(group.expected, 1.0)
+    most = float(mean[group.held[group.rank] > target].max())
+    until = 0.0
+    for rank in np.flatnonzero(group.held > target).tolist():
+        low, high = 0.0, most * float(np.log(group.held[rank] / target))
+        for _ in range(14):
+            middle = (low + high) / 2
+            more = float(np.exp(-middle / mean[group.rank == rank]).sum()) > target
+            low, high = (middle, high) if more else (low, middle)
+        until = max(until, high)
+    saved = saved_seconds(group, target, tiers, lambda tier, context: float(tier), (0.0, 0.0))
+    assert saved == pytest.approx(until * (16 - target), rel=1e-9)
+
+
+def test_moves_made_at_once_are_moves() -> None:
+    made = as_moves(np.array([0, 2]), np.array([1, 300]), ["a", ("b", 1)])
+    plain = [eq.Move(0, 1, "a"), eq.Move(2, 300, ("b", 1))]
+    assert made == plain
+    assert [repr(move) for move in made] == [repr(move) for move in plain]
+    assert [hash(move) for move in made] == [hash(move) for move in plain]
+    assert as_moves(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), []) == []
+    with pytest.raises(AttributeError):
+        made[0].to_rank = 3  # pyright: ignore[reportAttributeAccessIssue]

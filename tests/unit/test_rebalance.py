@@ -430,16 +430,30 @@ class TestSpread:
             eq.spread_siblings(groups, 2)
 
 
-def test_planning_1024_ranks_of_up_to_256_requests_is_quick() -> None:
-    """Half of the responses done, those of a hard prompt not; a loaded machine gets four times the 50 ms."""
-    draw = np.random.default_rng(0)
-    counts = np.minimum(256, draw.lognormal(4.5, 0.5, 1024).astype(int))
-    ranks = [[eq.Request((r << 10) + i, 1000 + i, 1000 + i) for i in range(n)] for r, n in enumerate(counts.tolist())]
+@pytest.fixture(scope="module")
+def large_group() -> list[list[eq.Request]]:
+    """1024 ranks of 0 to 249 requests: the most moves of the groups in docs/rollout.md, 30,000."""
+    counts = np.random.default_rng(0).integers(0, 249, 1024)
+    return [
+        [eq.Request((r << 10) + i, 1000 + i, 1000 + i, expected_remaining=float((r * i) % 977)) for i in range(n)]
+        for r, n in enumerate(counts.tolist())
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"step_time": seconds, "victims": "longest"}, {"step_time": seconds, "slots": 256, "kv_capacity": 400_000}],
+    ids=["counts", "longest", "memory"],
+)
+def test_planning_1024_ranks_of_up_to_256_requests_is_quick(
+    large_group: list[list[eq.Request]], arguments: dict[str, Any]
+) -> None:
+    """Processor time, the best of five, for a loaded machine slows some: four times the 50 ms that it is to take."""
     spent: list[float] = []
     moves: list[eq.Move] = []
     for _ in range(5):
         start = time.process_time()
-        moves = eq.plan_rebalance(ranks, tiers=(256, 128, 64, 32, 16, 8, 4))
+        moves = eq.plan_rebalance(large_group, tiers=(256, 128, 64, 32, 16, 8, 4), **arguments)
         spent.append(time.process_time() - start)
-    assert len(moves) == np.maximum(counts - 128, 0).sum() > 5000
-    assert float(np.median(spent)) < 0.2
+    assert len(moves) == sum(max(len(requests) - 128, 0) for requests in large_group) > 25_000
+    assert min(spent) < 0.2
