@@ -239,22 +239,23 @@ def test_victims_are_those_of_a_plain_sort(case: tuple[Group, IntArray], longest
     assert pick(group, excess, longest=longest).tolist() == expected
 
 
-@given(case=crowds(), spare=st.integers(0, 12), tight=st.floats(0.2, 2.0))
-@settings(max_examples=100, deadline=None)
+@given(case=crowds(), spare=st.integers(1, 12), space=st.integers(1, 30), seed=st.integers(0, 99))
+@settings(max_examples=200, deadline=None)
 def test_places_within_memory_are_those_of_a_plain_search(
-    case: tuple[Group, IntArray], spare: int, tight: float
+    case: tuple[Group, IntArray], spare: int, space: int, seed: int
 ) -> None:
     group, excess = case
     leaving = pick(group, excess, longest=False)
     room = np.where(excess > 0, 0, spare)
-    need = np.where(group.running, group.kv_tokens, group.num_tokens).astype(object)
-    capacity = np.full(room.size, int(tight * float(need.sum()) / room.size), dtype=np.int64)
-    free: list[int] = capacity.tolist()
-    for i in set(range(need.size)) - set(leaving.tolist()):
-        free[group.rank[i]] -= need[i]
+    need: list[int] = np.where(group.running, group.kv_tokens, group.num_tokens).tolist()
+    unit = min([size for size in need if size], default=1)
+    free: list[int] = [int(n) * unit for n in np.random.default_rng(seed).integers(0, space + 1, room.size)]
+    capacity = np.array(free, dtype=np.int64)
+    for i in set(range(len(need))) - set(leaving.tolist()):
+        capacity[group.rank[i]] += need[i]
     got = [0] * room.size
     to: dict[int, int] = {}
-    for i in sorted(leaving.tolist(), key=lambda i: -need[i]):
+    for i in sorted(leaving.tolist(), key=need.__getitem__, reverse=True):
         able = [r for r in range(room.size) if got[r] < room[r] and free[r] >= need[i]]
         if not able:
             break
