@@ -160,28 +160,30 @@ def gather(
     ranks: Sequence[Sequence[Request]],
     moved: frozenset[Hashable] = frozenset(),
     *,
-    with_tokens: bool = True,
-    with_lengths: bool = True,
+    tokens: bool = True,
+    tokens_if_waiting: bool = True,
+    lengths: bool = True,
 ) -> Group:
     """The arrays of these requests.
 
     Args:
         ranks: requests of each rank.
         moved: ids of those that moved before.
-        with_tokens: False leaves ``num_tokens`` at 0 where expected lengths do not need it.
-        with_lengths: whether expected lengths matter even if none is known.
+        tokens: False leaves ``num_tokens`` at 0 where neither of the others needs it.
+        tokens_if_waiting: whether ``num_tokens`` matters if some wait.
+        lengths: whether expected lengths matter even if none is known.
     """
     held = np.array([len(requests) for requests in ranks], dtype=np.int64)
     count = int(held.sum())
-    cache = np.fromiter((r.kv_tokens if r.running else -1 for held in ranks for r in held), np.int64, count)
-    remaining = np.fromiter((r.expected_remaining for held in ranks for r in held), np.float64, count)  # NaN for None
-    num_tokens, unknown = np.zeros(count, dtype=np.int64), np.isnan(remaining)
-    if with_tokens or (bool(unknown.any()) and (with_lengths or not bool(unknown.all()))):
-        num_tokens = np.fromiter((r.num_tokens for held in ranks for r in held), np.int64, count)
+    cache = np.fromiter((r.kv_tokens if r.running else -1 for row in ranks for r in row), np.int64, count)
+    remaining = np.fromiter((r.expected_remaining for row in ranks for r in row), np.float64, count)  # NaN for None
+    num_tokens, unknown, running = np.zeros(count, dtype=np.int64), np.isnan(remaining), cache >= 0
+    doubles = bool(unknown.any()) and (lengths or not bool(unknown.all()))  # see Group.expected
+    if tokens or doubles or (tokens_if_waiting and not bool(running.all())):
+        num_tokens = np.fromiter((r.num_tokens for row in ranks for r in row), np.int64, count)
     marks = np.zeros(count, dtype=np.bool_)
     if moved:
-        marks = np.fromiter((r.id in moved for held in ranks for r in held), np.bool_, count)
-    running = cache >= 0
+        marks = np.fromiter((r.id in moved for row in ranks for r in row), np.bool_, count)
     return Group(
         held=held,
         kv_tokens=np.maximum(cache, 0, out=cache),

@@ -71,14 +71,19 @@ class Terms:
         return self.step_time is not None or self.victims == "longest"
 
     @property
-    def needs_tokens(self) -> bool:
-        """Whether a request's tokens matter besides its KV tokens."""
-        return bool((self.kv_capacity < NO_LIMIT).any()) or self.transfer.prefill_s_per_token > 0
+    def limits_memory(self) -> bool:
+        """Whether a rank's KV tokens have a limit, in which the tokens of a request that waits count too."""
+        return bool((self.kv_capacity < NO_LIMIT).any())
+
+    @property
+    def prefills(self) -> bool:
+        """Whether what moves is prefilled at a cost, so that its tokens matter besides its KV tokens."""
+        return self.transfer.prefill_s_per_token > 0
 
     @property
     def looks_at_counts_only(self) -> bool:
         """Whether only requests of crowded ranks need to be looked at."""
-        return not (self.needs_lengths or self.needs_tokens)
+        return not (self.needs_lengths or self.limits_memory or self.prefills)
 
 
 def plan_rebalance(
@@ -164,7 +169,9 @@ def plan_rebalance(
         return []
     empty: Sequence[Request] = ()
     read = [requests if len(requests) > low else empty for requests in ranks] if terms.looks_at_counts_only else ranks
-    group = gather(read, before, with_tokens=terms.needs_tokens, with_lengths=terms.needs_lengths)
+    group = gather(
+        read, before, tokens=terms.prefills, tokens_if_waiting=terms.limits_memory, lengths=terms.needs_lengths
+    )
     moving, to = plan_group(group, terms, held=held)
     leaving: list[int] = moving.tolist()
     ids = [request.id for requests in read for request in requests]
@@ -226,7 +233,7 @@ def _room(held: IntArray, tier: int, terms: Terms) -> IntArray:
 
 
 def _place(group: Group, leaving: IntArray, room: IntArray, terms: Terms) -> IntArray | None:
-    if (terms.kv_capacity < NO_LIMIT).any():
+    if terms.limits_memory:
         return fit(group, leaving, room, terms.kv_capacity)
     weight = group.kv_tokens.astype(np.float64)
     load: FloatArray = np.zeros(room.size)
