@@ -167,15 +167,21 @@ def plan_rebalance(
     low = min([*lower_tiers(held, terms)[:1], *terms.slots[held > terms.slots].tolist()], default=None)
     if low is None:
         return []
-    empty: Sequence[Request] = ()
-    read = [requests if len(requests) > low else empty for requests in ranks] if terms.looks_at_counts_only else ranks
+    none: Sequence[Request] = ()
+    crowded = [requests if len(requests) > low else none for requests in ranks]  # all that can send
     group = gather(
-        read, before, tokens=terms.prefills, tokens_if_waiting=terms.limits_memory, lengths=terms.needs_lengths
+        crowded if terms.looks_at_counts_only else ranks,
+        before,
+        tokens=terms.prefills,
+        tokens_if_waiting=terms.limits_memory,
+        lengths=terms.needs_lengths,
     )
     moving, to = plan_group(group, terms, held=held)
-    leaving: list[int] = moving.tolist()
-    ids = [request.id for requests in read for request in requests]
-    return as_moves(group.rank[moving], to, [ids[i] for i in leaving])
+    sender = group.rank[moving]
+    others = np.cumsum(group.held - np.where(held > low, held, 0))
+    at: list[int] = (moving - others[sender]).tolist()
+    ids = [request.id for requests in crowded for request in requests]
+    return as_moves(sender, to, [ids[i] for i in at])
 
 
 def plan_group(group: Group, terms: Terms, *, held: IntArray | None = None) -> tuple[IntArray, IntArray]:

@@ -28,7 +28,7 @@ def pick(group: Group, excess: IntArray, *, longest: bool) -> IntArray:
     donors = np.flatnonzero(excess)
     if donors.size == 0:
         return iota(0)
-    known = not bool(np.isnan(group.remaining[(excess > 0)[group.rank]]).all())
+    known = longest or not bool(np.isnan(group.remaining[(excess > 0)[group.rank]]).all())
     leaving: list[IntArray] = []
     for some in np.split(donors, range(_ROWS, donors.size, _ROWS)):
         column = iota(int(group.held[some].max()))

@@ -54,10 +54,10 @@ class TransferCost:
 def exchange_seconds(group: Group, moving: IntArray, to: IntArray, cost: TransferCost) -> float:
     """Predicted seconds that all ranks wait while these requests move."""
     kv, ranks = group.kv_tokens[moving], group.num_ranks
-    prefilled = np.where(group.running[moving], group.num_tokens[moving], 0)
-    return cost.seconds(
-        int_sums(group.rank[moving], kv, ranks), int_sums(to, kv, ranks), int_sums(to, prefilled, ranks)
-    )
+    prefilled: IntArray = np.zeros(1, dtype=np.int64)
+    if cost.prefill_s_per_token:
+        prefilled = int_sums(to, np.where(group.running[moving], group.num_tokens[moving], 0), ranks)
+    return cost.seconds(int_sums(group.rank[moving], kv, ranks), int_sums(to, kv, ranks), prefilled)
 
 
 def saved_seconds(
