@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -104,6 +105,35 @@ def test_one_decode_shape_gives_the_same_and_says_its_tier() -> None:
         report = one.step()
         assert report is not None
         assert (report.tier, report.num_running) == (tier, 2)
+
+
+def test_prefills_in_a_larger_shape_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, wide = engine(), engine(prefill_rows=64)
+    assert wide.passes.sizes == plain.passes.sizes == (4, 8, 16)
+    assert (plain.passes.prefill_size, wide.passes.prefill_size) == (16, 64)
+    shapes: list[tuple[int, bool]] = []
+    forward = wide.passes.forward
+
+    def recording(tokens: torch.Tensor, *args: Any) -> torch.Tensor:
+        shapes.append((len(tokens), args[-1]))
+        return forward(tokens, *args)
+
+    monkeypatch.setattr(wide.passes, "forward", recording)
+    assert wide.generate(asks()) == plain.generate(asks())
+    assert {head for size, head in shapes if size == 64} == {False}
+    assert {size for size, head in shapes if head} <= {4, 8, 16}
+
+
+def test_a_prefill_shape_that_gives_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = proof.linear_sizes
+
+    def others(hf: Any, sizes: Sequence[int]) -> set[int]:
+        return plain(hf, sizes) - ({16} if 64 in sizes else set())
+
+    monkeypatch.setattr(proof, "linear_sizes", others)
+    made = engine(prefill_rows=64)
+    assert (made.passes.sizes, made.passes.prefill_size) == ((4, 8, 16), 16)
+    assert made.generate(asks(4)) == engine().generate(asks(4))
 
 
 def test_a_full_pool_makes_the_youngest_wait_and_changes_no_bit() -> None:

@@ -50,6 +50,8 @@ class DecodeConfig:
         num_blocks: cache blocks that requests can hold.
         block_size: tokens of a block.
         chunk_tokens: positions that attention takes at once; a multiple of ``block_size``.
+        prefill_rows: tokens that a prefill takes at once, if that gives the bits of the first tier, which it takes
+            otherwise; None for the first tier on a CPU and eight times as many on a GPU.
         multi_graph: whether fewer requests decode at a lower tier; else always at the first.
         cuda_graphs: record a graph per tier, where there is a GPU.
 
@@ -61,6 +63,7 @@ class DecodeConfig:
     num_blocks: int = 1024
     block_size: int = 16
     chunk_tokens: int = 64
+    prefill_rows: int | None = None
     multi_graph: bool = True
     cuda_graphs: bool = True
 
@@ -72,6 +75,8 @@ class DecodeConfig:
         for name in ("num_blocks", "block_size", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidInput(must(name, "be at least 1", getattr(self, name), "raise it"))
+        if self.prefill_rows is not None and self.prefill_rows < 1:
+            raise InvalidInput(must("prefill_rows", "be at least 1 or None", self.prefill_rows, "raise it"))
         if self.chunk_tokens % self.block_size:
             rule = f"be a multiple of block_size = {self.block_size}"
             raise InvalidInput(must("chunk_tokens", rule, self.chunk_tokens, "change either"))
@@ -148,6 +153,7 @@ class DecodeEngine:
             sizes=self.config.tiers if self.config.multi_graph else self.config.tiers[:1],
             chunk_tokens=self.config.chunk_tokens,
             cuda_graphs=self.config.cuda_graphs,
+            prefill_rows=self.config.prefill_rows or self.config.tiers[0] * (8 if model.device.type == "cuda" else 1),
         )
         self._running: list[_Live] = []
         self._waiting: deque[_Live] = deque()
@@ -317,8 +323,8 @@ class DecodeEngine:
     def _prefill(self, started: Sequence[_Live]) -> None:
         """Fill the caches of requests but for their last token; passes hold tokens of several, as rows are rows."""
         rows = [self._row(live, position) for live in started for position in range(live.num_tokens - 1)]
-        for start in range(0, len(rows), self.passes.sizes[-1]):
-            some = rows[start : start + self.passes.sizes[-1]]
+        for start in range(0, len(rows), self.passes.prefill_size):
+            some = rows[start : start + self.passes.prefill_size]
             self.passes.run(some, size=self.passes.size_for(len(some)), head=False)
 
     def _grow(self) -> None:

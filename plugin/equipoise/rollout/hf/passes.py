@@ -44,12 +44,20 @@ class Passes:
         hf: causal language model, on its device; its attention is set to :data:`attention.NAME`.
         cache: that the rows lie in.
         sizes: shapes wished for, in rows.
+        prefill_rows: shape wished for to fill caches with; used where it is above the others and agrees with them.
         chunk_tokens: positions that attention takes at once; a multiple of the block size.
         cuda_graphs: record a graph per shape, where the model is on a GPU.
     """
 
     def __init__(
-        self, hf: Any, cache: PagedCache, *, sizes: Sequence[int], chunk_tokens: int, cuda_graphs: bool
+        self,
+        hf: Any,
+        cache: PagedCache,
+        *,
+        sizes: Sequence[int],
+        chunk_tokens: int,
+        cuda_graphs: bool,
+        prefill_rows: int = 0,
     ) -> None:
         self.hf = hf
         self.cache = cache
@@ -58,10 +66,13 @@ class Passes:
         self.cuda_graphs = cuda_graphs and self.device.type == "cuda"
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
         self.sizes = self.prove(sizes)
+        self.prefill_size = largest = self.sizes[-1]
+        if prefill_rows > largest and self._agreeing((prefill_rows, largest)) == [largest, prefill_rows]:
+            self.prefill_size = prefill_rows
 
     def size_for(self, num_rows: int) -> int:
-        """The smallest shape in use that holds ``num_rows``; the largest if none does."""
-        return min((size for size in self.sizes if size >= num_rows), default=self.sizes[-1])
+        """The smallest shape in use that holds ``num_rows``; that for prefills if none does."""
+        return min((size for size in self.sizes if size >= num_rows), default=self.prefill_size)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[TokenRow], *, size: int, head: bool) -> torch.Tensor | None:
@@ -126,6 +137,15 @@ class Passes:
         Raises:
             InvalidInput: the largest shape does not compute each row by itself (experts that share a product, say).
         """
+        found = self._agreeing(sizes)
+        if max(*sizes, proof.LEAST_ROWS) not in found:
+            name = type(self.hf).__name__
+            remedy = "pass a model without experts or batch statistics"
+            raise InvalidInput(must(f"{name}", "compute each row by itself", "bits that other rows change", remedy))
+        return tuple(found)
+
+    def _agreeing(self, sizes: Sequence[int]) -> list[int]:
+        """Shapes, rising, that give each row the bits of the largest."""
         wished = sorted({max(size, proof.LEAST_ROWS) for size in sizes})
         largest = wished[-1]
         kept, graphs = self.cache, self.cuda_graphs
@@ -137,14 +157,9 @@ class Passes:
             agreeing = proof.linear_sizes(self.hf, wished)
             found = [size for size in wished if size in agreeing and self._attends_alike(rows, size)]
             want = self._bits(rows, largest)
-            found = [size for size in found if self._agree(rows, want, size)]
+            return [size for size in found if self._agree(rows, want, size)]
         finally:
             self.cache, self.cuda_graphs = kept, graphs
-        if largest not in found:
-            name = type(self.hf).__name__
-            remedy = "pass a model without experts or batch statistics"
-            raise InvalidInput(must(f"{name}", "compute each row by itself", "bits that other rows change", remedy))
-        return tuple(found)
 
     def _attends_alike(self, rows: Sequence[TokenRow], size: int) -> bool:
         """Whether attention agrees before its result is rounded to the dtype of the model."""
