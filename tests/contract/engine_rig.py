@@ -260,6 +260,9 @@ def states(out: dict[str, Any]) -> None:
     with frozen.train_mode():
         out["state/frozen"] = refused(lambda: frozen.train_batch(data, loss))
         out["state/frozen passes"] = len(frozen.infer_batch(data).model_output)
+    uncut = engine("ddp", "language_model", "llama")
+    with uncut.eval_mode():
+        out["state/uncut"] = refused(lambda: uncut.infer_batch(data))
     spec = eq.StepSpec(dp_size=1, max_token_len_per_gpu=2 * ref.CAP)
     wide = eq.plan_step(ref.LENGTHS, spec)
     other = eq.plan_step(ref.LENGTHS, eq.StepSpec(dp_size=2, max_token_len_per_gpu=ref.CAP))

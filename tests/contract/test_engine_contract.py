@@ -211,6 +211,7 @@ def test_i1_a_rank_without_rows_agrees_that_no_token_counts(seen: Seen) -> None:
         ("eval", "WrongState: mode must be 'train', got 'eval'"),
         ("nested", "WrongState: mode must be None when a mode is entered, got 'eval'"),
         ("frozen", "WrongState: optimizer must be there for training"),
+        ("uncut", "InvalidInput: max_token_len_per_gpu must be given without a plan, got None; set it, or micro_batch"),
         ("cap", "InvalidInput: plan must keep to the engine's cap of 16 tokens, got"),
         ("ranks", "InvalidInput: plan must be for the group's 1 ranks, got 2"),
         ("other rows", "InvalidInput: data must keep each micro-batch of the plan within its cap of 16 tokens, got"),

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from equipoise.engine.device import collective_device
 from equipoise.errors import InfeasiblePlan, InvalidInput, must
 
+_CAP = "max_token_len (max_token_len_per_gpu of an engine, × sp_size)"
+
 
 class Fault(IntEnum):
     """Why a rank cannot cut its rows; the number travels, and every rank says the same."""
@@ -86,7 +88,7 @@ def raise_alike(needs: list[Need], *, cap: int | None, force_group_size: int, mi
         if need.fault == Fault.OVERSIZE:
             what = "row" if force_group_size == 1 else f"group of {force_group_size} rows from row"
             rule = f"have at most {cap} tokens, the cap of a micro-batch"
-            remedy = f'raise max_token_len (× sp_size) to {need.got}, shorten the row, or pass oversize="alone"'
+            remedy = f'raise {_CAP} to {need.got}, shorten the row, or pass oversize="alone"'
             raise InfeasiblePlan(must(f"{what} {need.row} of rank {rank}", rule, need.got, remedy))
         if need.fault == Fault.ODD:
             rule = f"be a multiple of force_group_size = {force_group_size}"
@@ -109,5 +111,5 @@ def raise_shortage(needs: list[Need], count: int, *, multiple: int) -> None:
             rule = (
                 f"fill {count} micro-batches, as many as other ranks, min_micro_batches or multiple = {multiple} need"
             )
-            remedy = 'raise max_token_len, balance rows with a plan, or pass on_shortage="zero_weight"'
+            remedy = f'raise {_CAP}, balance rows with a plan, or pass on_shortage="zero_weight"'
             raise InfeasiblePlan(must(f"rows of rank {rank}", rule, f"enough for {need.most}", remedy))

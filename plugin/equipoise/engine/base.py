@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDict
 
-from equipoise.engine.config import EngineConfig
+from equipoise.engine.config import EngineConfig, check_micro_batches
 from equipoise.errors import EquipoiseError, InvalidInput, must
 from equipoise.loss.metrics import AnyMetric
 from equipoise.plan.result import StepPlan
@@ -53,6 +53,7 @@ class PassOptions:
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise InvalidInput(must("temperature", "be above 0", self.temperature, "1.0 leaves logits as they are"))
+        check_micro_batches(self.max_token_len_per_gpu, self.micro_batch_size_per_gpu)
         if self.mini_batch is not None and self.plan is None:
             raise InvalidInput(must("mini_batch", "be None without a plan", self.mini_batch, "pass plan="))
 

@@ -91,7 +91,7 @@ class EngineConfig:
         max_token_len_per_gpu: token cap of a micro-batch, times ``sp_size``; without a plan.
         micro_batch_size_per_gpu: rows of a micro-batch, instead of the cap; without a plan.
         sp_size: ranks that share a row's tokens (Ulysses); the data-parallel size is the world over it.
-        force_group_size: neighbouring rows that stay together.
+        force_group_size: neighbouring rows that stay together; it divides ``micro_batch_size_per_gpu``.
         on_shortage: a rank with fewer rows than micro-batches is an "error" or runs "zero_weight" ones.
         oversize: a row above the cap is an "error" or a micro-batch of its own ("alone").
         dtype: of the weights that the optimizer holds.
@@ -132,15 +132,12 @@ class EngineConfig:
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
-        for name in ("max_token_len_per_gpu", "micro_batch_size_per_gpu"):
-            if getattr(self, name) is not None:
-                positive(name, getattr(self, name), "pass what one GPU holds in a micro-batch")
-        if self.max_token_len_per_gpu is not None and self.micro_batch_size_per_gpu is not None:
-            rule = "be None when max_token_len_per_gpu is given"
-            got = self.micro_batch_size_per_gpu
-            raise InvalidInput(must("micro_batch_size_per_gpu", rule, got, "choose rows or the token cap"))
+        check_micro_batches(self.max_token_len_per_gpu, self.micro_batch_size_per_gpu)
         positive("sp_size", self.sp_size, "use 1 without sequence parallelism")
-        positive("force_group_size", self.force_group_size, "use 1 for rows that may part")
+        together = positive("force_group_size", self.force_group_size, "use 1 for rows that may part")
+        if self.micro_batch_size_per_gpu is not None and self.micro_batch_size_per_gpu % together:
+            rule = f"be a multiple of force_group_size = {together}"
+            raise InvalidInput(must("micro_batch_size_per_gpu", rule, self.micro_batch_size_per_gpu, "count rows"))
         if self.log_prob_chunk_tokens is not None:
             positive("log_prob_chunk_tokens", self.log_prob_chunk_tokens, "use None for a size that suits the device")
         _one_of("dtype", self.dtype, get_args(DTypeName))
@@ -149,6 +146,19 @@ class EngineConfig:
         _one_of("gradient_sync", self.gradient_sync, get_args(GradientSync))
         _one_of("on_shortage", self.on_shortage, get_args(OnShortage))
         _one_of("oversize", self.oversize, get_args(Oversize))
+
+
+def check_micro_batches(max_token_len_per_gpu: int | None, micro_batch_size_per_gpu: int | None) -> None:
+    """Refuse both settings of micro-batches at once, and what is below 1."""
+    for name, value in (
+        ("max_token_len_per_gpu", max_token_len_per_gpu),
+        ("micro_batch_size_per_gpu", micro_batch_size_per_gpu),
+    ):
+        if value is not None:
+            positive(name, value, "pass what one GPU holds in a micro-batch")
+    if max_token_len_per_gpu is not None and micro_batch_size_per_gpu is not None:
+        rule, remedy = "be None when max_token_len_per_gpu is given", "choose rows or the token cap"
+        raise InvalidInput(must("micro_batch_size_per_gpu", rule, micro_batch_size_per_gpu, remedy))
 
 
 def _one_of(name: str, value: Any, options: tuple[Any, ...]) -> None:

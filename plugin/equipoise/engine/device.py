@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from equipoise.errors import InvalidInput, must
+
 DEVICE_VARIABLE = "EQUIPOISE_DEVICE"
 """Environment variable that overrides the device found: cpu, cuda, npu or any name that an engine is registered for."""
 VENDOR_VARIABLE = "EQUIPOISE_VENDOR"
@@ -40,11 +42,22 @@ def vendor_name(device: str) -> str | None:
 
 
 def local_device(name: str) -> torch.device:
-    """The device of this process: of several accelerators, the one numbered ``LOCAL_RANK``."""
+    """The device of this process: of several accelerators, the one numbered ``LOCAL_RANK``.
+
+    Raises:
+        InvalidInput: this machine has no such device, or fewer of them.
+    """
     if name == "cpu":
         return torch.device("cpu")
-    device = torch.device(name, int(os.environ.get("LOCAL_RANK", "0")))
-    accelerator: Any = getattr(torch, name)
+    accelerator: Any = getattr(torch, name, None)
+    if not (hasattr(accelerator, "is_available") and accelerator.is_available()):
+        remedy = f"use device='cpu', unset {DEVICE_VARIABLE}, or install a torch that is built for it"
+        raise InvalidInput(must("device", "be one that torch finds on this machine", name, remedy))
+    number, count = int(os.environ.get("LOCAL_RANK", "0")), int(accelerator.device_count())
+    if number >= count:
+        remedy = "start a process for each, or set it to 0 where each process sees a device of its own"
+        raise InvalidInput(must("LOCAL_RANK", f"be below {count}, the {name} devices seen", number, remedy))
+    device = torch.device(name, number)
     accelerator.set_device(device)
     return device
 

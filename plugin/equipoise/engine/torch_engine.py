@@ -42,6 +42,16 @@ _EMPTY: dict[type[AnyMetric], AnyMetric] = {
 }
 
 
+class _FromInitialize:
+    """An attribute that ``initialize`` sets; until then it says so."""
+
+    def __get__(self, engine: object | None, owner: type) -> Any:
+        if engine is None:
+            return self
+        remedy = "call initialize() first, on every rank"
+        raise WrongState(must("engine", "be initialized before it is used", "one that is not", remedy))
+
+
 class TorchEngine(BaseEngine):
     """A HF model on every rank of the world, ``sp_size`` neighbours sharing rows: those are given the same data.
 
@@ -50,25 +60,29 @@ class TorchEngine(BaseEngine):
         model: folder or hub name, HF configuration, or HF module.
     """
 
-    module: Any
+    module: Any = _FromInitialize()
+    dp_group: Any = _FromInitialize()
+    sp_group: Any = _FromInitialize()
     optimizer: torch.optim.Optimizer | None = None
+    _device: Any = _FromInitialize()
+    _rate_step: int = 0
+    _last_data: TensorDict | None = None
 
     def initialize(self) -> None:
         """Start torch.distributed if nobody has, build the model and spread it, make the optimizer."""
         name = self.config.device or device_name()
+        device = local_device(name)
         ensure_process_group(name)
-        self._device = local_device(name)
         world, sp = dist.get_world_size(), self.config.sp_size
         if world % sp:
             raise InvalidInput(must("sp_size", f"divide the {world} ranks", sp, "use a divisor"))
-        self.dp_group: Any = dist.group.WORLD
-        self.sp_group: Any = None
+        self._device, self.dp_group, self.sp_group = device, dist.group.WORLD, None
         if sp > 1:
-            mesh = init_device_mesh(self._device.type, (world // sp, sp), mesh_dim_names=("dp", "sp"))
+            mesh = init_device_mesh(device.type, (world // sp, sp), mesh_dim_names=("dp", "sp"))
             self.dp_group, self.sp_group = mesh.get_group("dp"), mesh.get_group("sp")
         self.module = self._spread()
         self._rate_step = 0
-        self._last_data: TensorDict | None = None
+        self._last_data = None
         if self.config.optimizer is not None:
             self.optimizer = _optimizer(self.config.optimizer, [p for p in self.module.parameters() if p.requires_grad])
         self.to("cpu", model=self.config.offload_params, optimizer=self.config.offload_optimizer)
@@ -260,6 +274,9 @@ class TorchEngine(BaseEngine):
         cap, rows = self.config.max_token_len_per_gpu, self.config.micro_batch_size_per_gpu
         if asked.max_token_len_per_gpu is not None or asked.micro_batch_size_per_gpu is not None:
             cap, rows = asked.max_token_len_per_gpu, asked.micro_batch_size_per_gpu
+        if cap is None and rows is None:
+            remedy = "set it, or micro_batch_size_per_gpu, in EngineConfig or for the pass"
+            raise InvalidInput(must("max_token_len_per_gpu", "be given without a plan", None, remedy))
         return prepare_micro_batches(
             data,
             max_token_len=cap,
