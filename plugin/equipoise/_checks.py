@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from numbers import Integral, Real
+from operator import index
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +24,59 @@ def positive(field: str, value: Any, remedy: str) -> int:
     3
 
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
+    try:
+        whole = -1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        whole = -1
+    if whole < 1:
         raise InvalidInput(must(field, "be a whole number of at least 1", value, remedy))
-    return value.__index__()
+    return whole
+
+
+def of_kind(field: str, value: Any, kind: type | tuple[type, ...], remedy: str) -> None:
+    """Raise unless ``value`` is an instance of ``kind``.
+
+    Raises:
+        InvalidInput: it is of another kind.
+
+    >>> of_kind("spec", 3, int, "pass a number")
+    """
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        names = " or ".join(each.__name__ for each in kinds)
+        raise InvalidInput(must(field, f"be a {names}", f"{type(value).__name__} {value!r}"[:80], remedy))
+
+
+def numbers(config: Any, *, whole: Sequence[str] = (), real: Sequence[str] = (), remedy: str) -> None:
+    """Raise unless these attributes of ``config`` are numbers: whole ones, or any; a bool is none.
+
+    Raises:
+        InvalidInput: one is of another kind.
+    """
+    for name in (*whole, *real):
+        value = getattr(config, name)
+        kind, abstract = ("whole number", Integral) if name in whole else ("number", Real)
+        if not _is_number(value, abstract):
+            raise InvalidInput(must(name, f"be a {kind}", value, remedy))
+
+
+def falling(field: str, values: Any, remedy: str) -> None:
+    """Raise unless ``values`` are whole numbers of at least 1 in a sequence that falls from one to the next.
+
+    Raises:
+        InvalidInput: they are not.
+
+    >>> falling("tiers", (8, 4), "pass sizes")
+    """
+    listed = list(cast("Sequence[Any]", values)) if isinstance(values, (list, tuple)) else []
+    whole = bool(listed) and all(_is_number(x, Integral) and x >= 1 for x in listed)
+    if not whole or listed != sorted(set(listed), reverse=True):
+        rule = "be whole numbers from 1 up that fall from step to step"
+        raise InvalidInput(must(field, rule, cast(object, values), remedy))
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 MOST_TOKENS = 2**40

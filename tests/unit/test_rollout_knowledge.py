@@ -113,7 +113,7 @@ def test_defaults_are_those_of_the_configuration() -> None:
     ("change", "words"),
     [
         ({"check_interval": 0}, "check_interval must be at least 1"),
-        ({"tiers": (4, 8)}, "tiers must fall"),
+        ({"tiers": (4, 8)}, "tiers must be whole numbers from 1 up that fall"),
         ({"transfer": "mail"}, "transfer must be one of"),
         ({"min_gain": float("nan")}, "min_gain must be finite"),
         ({"profile_interval": 0}, "profile_interval must be at least 1"),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from equipoise.batch.reorder import join_rows, row_lengths, rows_of, stack
+from equipoise.batch.reorder import join_rows, num_rows, row_lengths, rows_of, stack
 from equipoise.errors import InvalidInput, must
 
 _IDS = frozenset({"input_ids", "prompts", "responses"})
@@ -46,10 +46,10 @@ def pad_batch(
         InvalidInput: an empty batch, a negative number, too few or (for a dense column) too many tokens, or a column of
             the wrong length.
     """
-    n = batch.batch_size[0]
+    n = num_rows(batch)
     if n == 0:
         raise InvalidInput(must("batch", "hold at least one row to take the columns from", 0, "skip the empty step"))
-    if isinstance(num_padding, bool) or num_padding < 0:
+    if isinstance(num_padding, bool) or not hasattr(num_padding, "__index__") or num_padding < 0:
         raise InvalidInput(must("num_padding", "be a whole number of at least 0", num_padding, "pass rows to append"))
     tokens = min_row_tokens
     if isinstance(tokens, bool) or not hasattr(tokens, "__index__") or tokens < _LEAST_TOKENS:

@@ -11,8 +11,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from equipoise._checks import of_kind
 from equipoise.errors import InvalidInput, must
 from equipoise.plan.result import StepPlan
 
@@ -35,7 +36,7 @@ def reorder(batch: TensorDict, order: Any) -> TensorDict:
     Raises:
         InvalidInput: an id out of range, or a column that has not n rows (named).
     """
-    n = batch.batch_size[0]
+    n = num_rows(batch)
     rows = np.asarray(order)
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise InvalidInput(must("order", "be one-dimensional row ids", rows.dtype.str, "pass plan.order"))
@@ -49,6 +50,18 @@ def reorder(batch: TensorDict, order: Any) -> TensorDict:
     for name, column in batch.items():
         columns[str(name)] = _take(str(name), column, index, n)
     return TensorDict(columns, batch_size=[rows.size], device=batch.device)
+
+
+def num_rows(batch: TensorDict) -> int:
+    """Rows of a batch.
+
+    Raises:
+        InvalidInput: it is no TensorDict, or has no rows' dimension.
+    """
+    of_kind("batch", batch, TensorDictBase, "make one: TensorDict(columns, batch_size=[rows])")
+    if not batch.batch_size:
+        raise InvalidInput(must("batch_size", "have the rows first", [], "make it with batch_size=[rows]"))
+    return batch.batch_size[0]
 
 
 def restore(outputs: Sequence[TensorDict], plan: StepPlan, rank: int) -> TensorDict:

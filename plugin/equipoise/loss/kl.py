@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from equipoise._checks import of_kind
 from equipoise.errors import InvalidInput, must, nearest
 
 _LOG_RATIO_BOUND = 20.0
@@ -51,7 +52,7 @@ def kl_penalty(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) ->
         The estimates, the same shape.
 
     Raises:
-        InvalidInput: an unknown kind.
+        InvalidInput: an unknown kind, or shapes that differ.
 
     >>> kl_penalty(torch.tensor(-1.0), torch.tensor(-3.0), "k1")
     tensor(2.)
@@ -61,6 +62,11 @@ def kl_penalty(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) ->
     """
     if kind not in KL_KINDS:
         raise InvalidInput(must("kind", f"be one of {list(KL_KINDS)}", kind, nearest(str(kind), KL_KINDS)))
+    for name, column in (("log_prob", log_prob), ("ref_log_prob", ref_log_prob)):
+        of_kind(name, column, torch.Tensor, "pass one value per token")
+    if log_prob.shape != ref_log_prob.shape:
+        rule = f"have the shape of log_prob, {tuple(log_prob.shape)}"
+        raise InvalidInput(must("ref_log_prob", rule, tuple(ref_log_prob.shape), "pass one value per token"))
     log_ratio = log_prob - ref_log_prob
     value = _ESTIMATORS[kind.rstrip("+")](log_ratio)
     if not kind.endswith("+"):

@@ -6,11 +6,13 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Union, cast
 
 import torch
 import torch.distributed as dist
 
+from equipoise._checks import of_kind
 from equipoise.errors import InvalidInput, must
 from equipoise.loss.collective import device_of
 from equipoise.loss.sequences import flat, sequences_of
@@ -254,6 +256,7 @@ def _agree(kinds: dict[str, str], group: Any) -> None:
 
 def _scalar(field: str, value: Scalar) -> Scalar:
     if not isinstance(value, torch.Tensor):
+        of_kind(field, value, Real, "pass a number, or a tensor of one")
         return value
     if value.numel() != 1:
         raise InvalidInput(must(field, "be one number", tuple(value.shape), "sum it first, or use Metric.of"))

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from equipoise._checks import of_kind
 from equipoise.errors import InvalidInput, must
 
 
@@ -64,6 +65,7 @@ def sequences_of(
     Raises:
         InvalidInput: shapes that do not fit, or segment ids beside a jagged mask.
     """
+    of_kind("loss_mask", loss_mask, torch.Tensor, "pass one value per token")
     padding = None if is_padding is None else _as_row_flags(is_padding, loss_mask)
     if loss_mask.is_nested:
         if segment_ids is not None:
@@ -106,6 +108,7 @@ def flat(column: torch.Tensor, mask: torch.Tensor, field: str) -> torch.Tensor:
     Raises:
         InvalidInput: the column is not of the mask's shape.
     """
+    of_kind(field, column, torch.Tensor, "pass one value per token")
     if column.is_nested != mask.is_nested:
         kinds = ("padded", "jagged")
         rule = f"be {kinds[mask.is_nested]} like the mask"

@@ -66,7 +66,7 @@ def pack(
     [[0, 2], [1, 3]]
     """
     tokens = as_lengths(lengths)
-    cap = positive("capacity", capacity, "pass the tokens that a group may hold")
+    cap = min(positive("capacity", capacity, "pass the tokens that a group may hold"), 2**62)
     least = positive("min_groups", min_groups, "use 1 for as few as fit")
     step = positive("multiple", multiple, "use 1 for any number")
     values = tokens.astype(np.float64) if weights is None else checked_weights(weights)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Literal, get_args
 
-from equipoise._checks import positive
+from equipoise._checks import of_kind, positive
 from equipoise.errors import InvalidInput, must, nearest
 
 PaddingRule = Literal["lcm", "steps"]
@@ -29,6 +29,7 @@ def required_batch_multiple(dp_size: int, mini_batch_sizes: Iterable[int] = ()) 
 
     """
     ranks = positive("dp_size", dp_size, "pass the number of data-parallel ranks")
+    of_kind("mini_batch_sizes", mini_batch_sizes, Iterable, "pass a list, one for each role")
     sizes = [positive("mini_batch_sizes", size, "pass prompts × rollouts") for size in mini_batch_sizes]
     for size in sizes:
         if size % ranks:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from equipoise._arrays import BoolArray, IntArray
-from equipoise._checks import as_vector
+from equipoise._checks import as_vector, of_kind
 from equipoise.errors import InvalidInput, must
 from equipoise.plan.grouped import group_numbers, search_grouped
 from equipoise.plan.layout import MiniBatch, dispatch_order
@@ -68,6 +68,7 @@ def plan_step(
     [[[0, 1]], [[2, 3]]]
 
     """
+    of_kind("spec", spec, StepSpec, "pass equipoise.StepSpec(dp_size=..., num_mini_batches=...)")
     tokens = as_lengths(lengths)
     padding = _flags(is_padding, tokens.size)
     model = cost if cost is not None else TransformerCost()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from equipoise._checks import falling, numbers
 from equipoise.config import RolloutConfig
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.transfer.exchange import TRANSFERS
@@ -37,6 +38,7 @@ class RebalancerConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        numbers(self, whole=("check_interval", "profile_interval"), real=("min_gain", "timeout_s"), remedy="pass one")
         for name in ("check_interval", "profile_interval"):
             if getattr(self, name) < 1:
                 raise InvalidInput(must(name, "be at least 1", getattr(self, name), "pass decode steps"))
@@ -45,10 +47,7 @@ class RebalancerConfig:
             raise InvalidInput(must("transfer", f"be one of {options}", self.transfer, "choose one"))
         if not 0 <= self.min_gain < float("inf"):
             raise InvalidInput(must("min_gain", "be finite and at least 0", self.min_gain, "pass seconds"))
-        if not self.tiers or self.tiers[-1] < 1 or list(self.tiers) != sorted(set(self.tiers), reverse=True):
-            raise InvalidInput(
-                must("tiers", "fall from step to step", self.tiers, "pass for example (64, 32, 16, 8, 4)")
-            )
+        falling("tiers", self.tiers, "pass for example (64, 32, 16, 8, 4)")
 
     @classmethod
     def of(cls, node: RolloutConfig, *, timeout_s: float = 600.0) -> RebalancerConfig:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from equipoise._arrays import FloatArray, IntArray
-from equipoise._checks import as_lengths, positive
+from equipoise._checks import as_lengths, numbers, positive
 from equipoise.errors import InvalidInput, must
 from equipoise.workload.model_flops import model_flops
 
@@ -28,6 +28,8 @@ def row_costs(cost: CostModel, lengths: IntArray) -> FloatArray:
         InvalidInput: the model returned another shape, or a value that is negative, NaN or infinite.
 
     """
+    if not callable(cost):
+        raise InvalidInput(must("cost", "be callable with lengths", cost, "pass TransformerCost() or another model"))
     values = np.asarray(cost(lengths), dtype=np.float64)
     name = type(cost).__name__
     if values.shape != lengths.shape:
@@ -84,8 +86,9 @@ class TransformerCost:
     windows: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
+        numbers(self, real=("linear", "quadratic"), remedy="use verl's 24576 and 1")
         for field, value in (("linear", self.linear), ("quadratic", self.quadratic)):
-            if not (np.isfinite(value) and value >= 0):
+            if not 0 <= value < np.inf:
                 raise InvalidInput(must(field, "be finite and at least 0", value, "use verl's 24576 and 1"))
         if self.linear == 0 and self.quadratic == 0:
             raise InvalidInput(must("linear", "be above 0 when quadratic is 0", 0, "a row must cost something"))

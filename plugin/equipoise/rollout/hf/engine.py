@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from equipoise._checks import falling, numbers
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.hf import attention
 from equipoise.rollout.hf.cache import CachedLayers, OutOfBlocks, PagedCache
@@ -68,10 +69,9 @@ class DecodeConfig:
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
-        if not self.tiers or self.tiers[-1] < 1 or list(self.tiers) != sorted(set(self.tiers), reverse=True):
-            raise InvalidInput(
-                must("tiers", "fall from step to step", self.tiers, "pass for example (64, 32, 16, 8, 4)")
-            )
+        falling("tiers", self.tiers, "pass for example (64, 32, 16, 8, 4)")
+        whole = ("num_blocks", "block_size", "chunk_tokens", *(["prefill_rows"] if self.prefill_rows else []))
+        numbers(self, whole=whole, remedy="pass how many")
         for name in ("num_blocks", "block_size", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidInput(must(name, "be at least 1", getattr(self, name), "raise it"))

@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
+from equipoise._checks import numbers
 from equipoise.errors import InvalidInput, must
 
 FINISH_REASONS = ("stop", "length")
 """Why a request ended: a stop token, or ``max_tokens``."""
+
+
+_WHOLE = ("seed", "top_k", "max_tokens")
+_REAL = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,11 @@ class Sampling:
     max_tokens: int = 16
 
     def __post_init__(self) -> None:
+        numbers(self, whole=_WHOLE, real=_REAL, remedy="mend the sampling of the request")
+        stops = cast(object, self.stop_token_ids)
+        if not isinstance(stops, tuple) or not all(isinstance(x, int) for x in cast("tuple[object, ...]", stops)):
+            rule = "be a tuple of token ids"
+            raise InvalidInput(must("stop_token_ids", rule, self.stop_token_ids, "pass for example (2,)"))
         rules = (
             ("seed", 0 <= self.seed < 2**63, "be from 0 to 2**63 - 1"),
             ("temperature", 0 <= self.temperature < math.inf, "be at least 0 and finite"),
