@@ -72,7 +72,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of one update (2400; quick: 2000)")
     parser.add_argument("--rows", type=int, default=16, help="of one update")
     parser.add_argument("--cap", type=int, help="tokens of a micro-batch (800; quick: 600)")
-    parser.add_argument("--threads", type=int, help="of each process (the cores by the ranks)")
+    parser.add_argument("--threads", type=int, help="of each process (cores / ranks); 1 bears a busy machine best")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations; verl's default is not to")
     parser.add_argument("--attention", default="equipoise_varlen_cpu", help="of verl's model; 'sdpa' masks densely")
     parser.add_argument("--out", type=Path, default=OUTPUTS, help="folder of the results")

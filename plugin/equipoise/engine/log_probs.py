@@ -213,7 +213,7 @@ class _TokenLogProbs(torch.autograd.Function):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         operand = _operand(hidden, weight)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=log_z.dtype) if need_weight else None
+        grad_weight = torch.zeros_like(weight, dtype=log_z.dtype) if need_weight and not hidden.shape[0] else None
         grad_bias = torch.zeros_like(bias, dtype=log_z.dtype) if need_bias else None
         grad_log_probs = grad_log_probs.masked_fill(labels == IGNORE, 0.0)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -235,6 +235,8 @@ class _TokenLogProbs(torch.autograd.Function):
                     grad_hidden[rows] = _product(grad, operand).to(hidden.dtype)
                 if grad_weight is not None:
                     _add_product_(grad_weight, grad.t(), inputs)
+                elif need_weight:
+                    grad_weight = _product(grad.t(), inputs)
                 del logits, grad  # before those of the next chunk are made
         return (
             grad_hidden,
