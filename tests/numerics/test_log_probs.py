@@ -218,6 +218,39 @@ def test_default_chunk_follows_vocabulary_type_and_device(
     assert default_chunk_tokens(vocab, dtype, torch.device(device)) == tokens
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_second_backward_gives_the_same_gradients(with_entropy: bool) -> None:
+    """The first one overwrites the logits that forward kept."""
+    x: dict[str, Any] = inputs()
+    result = token_log_probs(
+        x["hidden"], x["weight"], drawn_labels(), bias=x["bias"], chunk_tokens=8, softcap=2.0, with_entropy=with_entropy
+    )
+    total = sum((part * up).sum() for part, up in zip(result, upstream(), strict=True) if part is not None)
+    assert isinstance(total, torch.Tensor)
+    leaves = list(x.values())
+    first = torch.autograd.grad(total, leaves, retain_graph=True)
+    again = torch.autograd.grad(total, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_backward_computes_all_logits_but_those_of_the_last_chunk_again() -> None:
+    x: dict[str, Any] = inputs()
+    rows: list[int] = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default and out.shape[-1] == VOCAB:
+                rows.append(len(out))
+            return out
+
+    with Products():
+        log_probs, _ = token_log_probs(x["hidden"], x["weight"], drawn_labels(), chunk_tokens=8)
+        assert rows == [7, 8, 8]
+        log_probs.sum().backward()
+    assert rows == [7, 8, 8, 8, 7]
+
+
 def test_half_precision_is_summed_in_float32() -> None:
     half, labels = inputs(dtype=torch.bfloat16), drawn_labels()
     exact = {name: None if x is None else x.detach().double().requires_grad_() for name, x in half.items()}

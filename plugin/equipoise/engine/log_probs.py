@@ -78,10 +78,10 @@ def token_log_probs(
         H_t = -\sum_v p_{tv} \log p_{tv}, \quad
         \operatorname{cap}(x) = c \tanh(x / c)
 
-    Logits exist for a chunk of tokens at a time, chunks as even as can be; backward computes them again. It
-    differentiates once, in ``hidden``, ``weight`` and ``bias``, through both results. Half-precision inputs are summed
-    in float32, the gradient of ``weight`` over all chunks too. Autocast does not apply: the inputs' types say what is
-    computed in what.
+    Logits exist for a chunk of tokens at a time, chunks as even as can be. Those of the last one are kept for backward,
+    which begins with it and computes the others again. It differentiates once, in ``hidden``, ``weight`` and ``bias``,
+    through both results. Half-precision inputs are summed in float32, the gradient of ``weight`` over all chunks too.
+    Autocast does not apply: the inputs' types say what is computed in what.
 
     Args:
         hidden: ``(tokens, width)``.
@@ -119,7 +119,7 @@ def token_log_probs(
         chunk = default_chunk_tokens(weight.shape[0], dtype, weight.device)
     else:
         chunk = positive("chunk_tokens", chunk_tokens, "pass the number of tokens whose logits are held at once")
-    head = _Head(temperature=temperature, softcap=softcap, chunk=chunk)
+    head = _Head(temperature=temperature, softcap=softcap, chunk=chunk, keeps_last=torch.is_grad_enabled())
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, labels, head, with_entropy)  # pyright: ignore[reportGeneralTypeIssues]
     return log_probs, entropy
 
@@ -148,11 +148,12 @@ def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tens
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """How logits come from a product, and how many at a time."""
+    """How logits come from a product, how many at a time, and whether the last ones are kept for backward."""
 
     temperature: float
     softcap: float | None
     chunk: int
+    keeps_last: bool
 
     def slices(self, tokens: int) -> Iterator[slice]:
         """As few chunks as there can be, of sizes as even as can be: the largest decides the peak."""
@@ -192,16 +193,17 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs = torch.empty_like(log_z)
         entropy = torch.empty_like(log_z) if with_entropy else None
         with torch.autocast(hidden.device.type, enabled=False):
+            logits = None
             for rows in head.slices(hidden.shape[0]):
+                del logits  # before those of the next chunk are made
                 logits = head.logits(hidden[rows].to(operand.dtype), operand, bias)
                 log_z[rows] = torch.cat([torch.logsumexp(block, -1) for block in _blocks(logits)])
                 chosen = logits.gather(-1, labels[rows].clamp(min=0)[:, None])[:, 0]
                 log_probs[rows] = (chosen - log_z[rows]).masked_fill(labels[rows] == IGNORE, 0.0)
                 if entropy is not None:
-                    entropy[rows] = _entropy_(logits, log_z[rows])
-                del logits  # before those of the next chunk are made
+                    entropy[rows] = _entropy(logits, log_z[rows])
         ctx.save_for_backward(hidden, weight, bias, labels, log_z, entropy)
-        ctx.head = head
+        ctx.head, ctx.last_logits = head, logits if head.keeps_last else None
         return log_probs, entropy
 
     @staticmethod
@@ -217,9 +219,11 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=log_z.dtype) if need_bias else None
         grad_log_probs = grad_log_probs.masked_fill(labels == IGNORE, 0.0)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in head.slices(hidden.shape[0]):
+            for rows in reversed(list(head.slices(hidden.shape[0]))):
                 inputs = hidden[rows].to(operand.dtype)
-                logits = head.logits(inputs, operand, bias)
+                logits, ctx.last_logits = ctx.last_logits, None  # overwritten below: a second backward computes its own
+                if logits is None:
+                    logits = head.logits(inputs, operand, bias)
                 grad = _grad_product_(
                     logits,
                     log_z[rows],
@@ -246,10 +250,14 @@ class _TokenLogProbs(torch.autograd.Function):
         )
 
 
-def _entropy_(logits: torch.Tensor, log_z: torch.Tensor) -> torch.Tensor:
-    """Entropies ``(tokens,)``; overwrites ``logits``."""
-    log_p = _log_p_(logits, log_z)
-    return torch.cat([-(block.exp().mul_(block)).sum(-1) for block in _blocks(log_p)])
+def _entropy(logits: torch.Tensor, log_z: torch.Tensor) -> torch.Tensor:
+    """Entropies ``(tokens,)``."""
+    blocks = _blocks(logits)
+    parts: list[torch.Tensor] = []
+    for block, z in zip(blocks, log_z.split(blocks[0].shape[0]), strict=True):
+        log_p = _log_p_(block.clone(), z)
+        parts.append(-(log_p.exp().mul_(log_p)).sum(-1))
+    return torch.cat(parts)
 
 
 def _log_p_(logits: torch.Tensor, log_z: torch.Tensor) -> torch.Tensor:
