@@ -55,7 +55,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 max_token_len=224,
                 learning_rate=1e-5,
                 startup_s=50,
-                step_s=48,
+                step_s=60,
                 memory_gb=13,
             ),
             Preset(
