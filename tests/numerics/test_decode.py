@@ -107,6 +107,17 @@ def test_one_decode_shape_gives_the_same_and_says_its_tier() -> None:
         assert (report.tier, report.num_running) == (tier, 2)
 
 
+def test_a_step_tells_what_it_prefilled() -> None:
+    made = engine()
+    made.import_(asks(3))
+    first, second = made.step(), made.step()
+    assert first is not None
+    assert second is not None
+    assert first.prefilled_tokens == sum(len(asked.prompt) - 1 for asked in asks(3))
+    assert first.prefill_seconds > 0
+    assert (second.prefilled_tokens, second.prefill_seconds) == (0, 0.0)
+
+
 def test_prefills_in_a_larger_shape_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, wide = engine(), engine(prefill_rows=64)
     assert wide.passes.sizes == plain.passes.sizes == (4, 8, 16)

@@ -29,7 +29,9 @@ TIMES = ((8, 400, 1.0), (8, 500, 1.0), (8, 600, 1.0), (4, 200, 0.5), (4, 250, 0.
 FLAT = tuple((tier, context, 1.0) for tier, context, _ in TIMES)
 
 
-def tables(*counts: int, samples: Any = (), exchange_s: float = 0.0, **facts: Any) -> list[Table]:
+def tables(
+    *counts: int, samples: Any = (), exchange_s: float = 0.0, prefilled: Any = (0, 0.0), **facts: Any
+) -> list[Table]:
     made: list[Table] = []
     for rank, count in enumerate(counts):
         rows = tuple(
@@ -47,7 +49,8 @@ def tables(*counts: int, samples: Any = (), exchange_s: float = 0.0, **facts: An
         )
         mine = samples if rank == 0 else ()
         changed = replace(FACTS, **facts)
-        made.append(Table(facts=changed, check=0, settings=0, rows=rows, samples=mine, exchange_s=exchange_s))
+        told: dict[str, Any] = {"samples": mine, "exchange_s": exchange_s, "prefilled": prefilled}
+        made.append(Table(facts=changed, check=0, settings=0, rows=rows, **told))
     return made
 
 
@@ -92,6 +95,13 @@ def test_an_exchange_that_took_long_is_held_against_the_next() -> None:
     known.note_moves(found, planned)
     known.learn(tables(8, 0, exchange_s=1e4))
     assert known.plan(found, plan_rebalance) == ([], 0.0)
+
+
+def test_a_move_without_its_cache_must_pay_for_the_prefill() -> None:
+    """Half a second a step for 100 steps at most, against 240 tokens at a second each."""
+    for seconds, transfer, number in ((0.01, "recompute", 4), (1.0, "recompute", 0), (1.0, "kv", 4)):
+        found = tables(8, 0, samples=TIMES, prefilled=(100, 100 * seconds))
+        assert len(moves(found, transfer=transfer)[0]) == number
 
 
 @pytest.mark.parametrize("transfer", ["kv", "recompute"])

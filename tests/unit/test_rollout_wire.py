@@ -42,6 +42,7 @@ TABLE = wire.Table(
     samples=((8, 123, 0.25),),
     finished=((7, 88),),
     exchange_s=0.5,
+    prefilled=(77, 0.125),
 )
 
 

@@ -69,6 +69,7 @@ class RolloutRebalancer:
         self._new_samples: list[tuple[int, int, float]] = []
         self._ended: list[tuple[int, int]] = []
         self._exchange_s = 0.0
+        self._prefilled_tokens, self._prefill_s = 0, 0.0
         self._steps = self._step_count = 0
         self._busy_s = self._total_s = 0.0
         self._asked: dict[str, RequestState] = {}
@@ -125,6 +126,8 @@ class RolloutRebalancer:
             if report is None:
                 break
             self._step_count += 1
+            self._prefilled_tokens += report.prefilled_tokens
+            self._prefill_s += report.prefill_seconds
             if self.config.profile and self._step_count % self.config.profile_interval == 0:
                 self._new_samples.append((report.tier, report.context_tokens, report.seconds))
             for state in self.engine.take_finished():
@@ -182,8 +185,10 @@ class RolloutRebalancer:
             samples=tuple(self._new_samples),
             finished=tuple(self._ended),
             exchange_s=self._exchange_s,
+            prefilled=(self._prefilled_tokens, self._prefill_s),
         )
         self._new_samples, self._ended, self._exchange_s = [], [], 0.0
+        self._prefilled_tokens, self._prefill_s = 0, 0.0
         return table
 
     def _note(

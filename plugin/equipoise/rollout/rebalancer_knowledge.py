@@ -18,6 +18,7 @@ Planner = Callable[..., list[Move]]
 """A stand-in for :func:`equipoise.plan_rebalance`, called like it."""
 _SAMPLES = 512
 _ENOUGH = 3
+_PREFILLS = 64
 
 
 class Knowledge:
@@ -30,11 +31,14 @@ class Knowledge:
         self.moved: tuple[str, ...] = ()
         self._s_per_token: deque[float] = deque(maxlen=16)
         self._moved_tokens = 0
+        self._prefills: deque[tuple[int, float]] = deque(maxlen=_PREFILLS)
 
     def learn(self, tables: Sequence[Table]) -> None:
         """Take in what ranks measured since the last check."""
         for table in tables:
             self.samples.extend(table.samples)
+            if table.prefilled[0]:
+                self._prefills.append(table.prefilled)
             for prompt, length in table.finished:
                 self.lengths.finish(prompt, length)
         seconds = max(table.exchange_s for table in tables)
@@ -67,13 +71,20 @@ class Knowledge:
             min_gain=self.config.min_gain if model is not None else 0.0,
             kv_capacity=[table.facts.num_blocks * table.facts.layout.block_size for table in tables],
             transfer=TransferCost(
-                kv_s_per_token=rate if with_kv else 0.0, prefill_s_per_token=0.0 if with_kv else rate
+                kv_s_per_token=rate if with_kv else 0.0,
+                prefill_s_per_token=0.0 if with_kv else rate + self.prefill_s_per_token,
             ),
             moved_before=self.moved,
         )
         check_moves(tables, moves, transfer=self.config.transfer)
         moves = fitting(tables, moves, transfer=self.config.transfer)
         return moves, self._saving(requests, moves, model)
+
+    @property
+    def prefill_s_per_token(self) -> float:
+        """Measured seconds to prefill a token; 0 until one was."""
+        tokens = sum(tokens for tokens, _ in self._prefills)
+        return sum(seconds for _, seconds in self._prefills) / tokens if tokens else 0.0
 
     def requests(self, tables: Sequence[Table]) -> list[list[Request]]:
         """The planner's view of all ranks."""

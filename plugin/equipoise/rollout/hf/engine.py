@@ -271,7 +271,9 @@ class DecodeEngine:
 
     def step(self) -> StepReport | None:
         """Admit what fits, then put out one token for each running request; None where there is none."""
-        self._admit()
+        start = time.perf_counter()
+        prefilled = self._admit()
+        prefill_s = time.perf_counter() - start if prefilled else 0.0
         self._grow()
         if not self._running:
             return None
@@ -287,7 +289,14 @@ class DecodeEngine:
             self._put_out(live, row)
         self._running = [live for live in running if live.finish_reason is None]
         seconds = time.perf_counter() - start
-        return StepReport(tier=tier, num_running=len(running), context_tokens=context_tokens, seconds=seconds)
+        return StepReport(
+            tier=tier,
+            num_running=len(running),
+            context_tokens=context_tokens,
+            seconds=seconds,
+            prefilled_tokens=prefilled,
+            prefill_seconds=prefill_s,
+        )
 
     def _put_out(self, live: _Live, logits: torch.Tensor) -> None:
         how = live.state.sampling
@@ -306,8 +315,8 @@ class DecodeEngine:
     def _row(self, live: _Live, position: int) -> TokenRow:
         return TokenRow(token=live.token(position), position=position, blocks=live.blocks)
 
-    def _admit(self) -> None:
-        """Start waiting requests while slots and blocks last, leaving a block for each that runs."""
+    def _admit(self) -> int:
+        """Start waiting requests while slots and blocks last, leaving a block for each that runs. Tokens prefilled."""
         started: list[_Live] = []
         while self._waiting and len(self._running) < self.config.tiers[0]:
             live = self._waiting[0]
@@ -318,14 +327,17 @@ class DecodeEngine:
             live.blocks = self.cache.take(need)
             self._running.append(live)
             started.append(live)
-        self._prefill(started)
+        return self._prefill(started)
 
-    def _prefill(self, started: Sequence[_Live]) -> None:
+    def _prefill(self, started: Sequence[_Live]) -> int:
         """Fill the caches of requests but for their last token; passes hold tokens of several, as rows are rows."""
         rows = [self._row(live, position) for live in started for position in range(live.num_tokens - 1)]
         for start in range(0, len(rows), self.passes.prefill_size):
             some = rows[start : start + self.passes.prefill_size]
             self.passes.run(some, size=self.passes.size_for(len(some)), head=False)
+        if rows and self.passes.device.type == "cuda":
+            torch.cuda.synchronize(self.passes.device)  # so that the time of the step that follows is its own
+        return len(rows)
 
     def _grow(self) -> None:
         """Give each running request a block for its next token; the youngest give theirs up where there are too few."""

@@ -228,12 +228,16 @@ class StepReport:
         num_running: rows that were requests.
         context_tokens: of these, in all.
         seconds: from rows to tokens; prefills of requests that were admitted before it do not count.
+        prefilled_tokens: of those requests.
+        prefill_seconds: of those prefills.
     """
 
     tier: int
     num_running: int
     context_tokens: int
     seconds: float
+    prefilled_tokens: int = 0
+    prefill_seconds: float = 0.0
 
 
 class SteppingEngine(MovableEngine, Protocol):

@@ -19,12 +19,12 @@ import numpy.typing as npt
 from equipoise.errors import EquipoiseError, InvalidInput
 from equipoise.rollout.transfer.state import DTYPES, FINISH_REASONS, EngineFacts, KVLayout, RequestState, Sampling
 
-VERSION = 1
+VERSION = 2
 _HEAD = struct.Struct("<2sHHQI")
 _MAGIC = b"EQ"
 _STATE = struct.Struct("<IIBQdIddddIIIIII")
 _ROW = struct.Struct("<IIIIIBI")
-_TABLE = struct.Struct("<IIIIIIIQQdIIII")
+_TABLE = struct.Struct("<IIIIIIIQQdQdIIII")
 _SAMPLE = struct.Struct("<IQd")
 _ENDED = struct.Struct("<II")
 _COUNT = struct.Struct("<I")
@@ -69,6 +69,7 @@ class Table:
         samples: (tier, context tokens, seconds) of decode steps measured since the last check.
         finished: (checksum of the prompt, tokens put out) of requests that ended since the last check.
         exchange_s: what the last exchange took this rank, in seconds; 0 if there was none.
+        prefilled: (tokens, seconds) of prefills since the last check.
     """
 
     facts: EngineFacts
@@ -79,6 +80,7 @@ class Table:
     samples: tuple[tuple[int, int, float], ...] = ()
     finished: tuple[tuple[int, int], ...] = ()
     exchange_s: float = 0.0
+    prefilled: tuple[int, float] = (0, 0.0)
 
 
 class _Writer:
@@ -233,7 +235,9 @@ def pack_table(table: Table) -> bytes:
     sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size)
     room = (facts.free_blocks, facts.num_blocks)
     counts = (len(facts.tiers), len(table.samples), len(table.finished), len(table.rows))
-    out.pack(_TABLE, table.check, table.settings, facts.slots, *sizes, *room, table.exchange_s, *counts)
+    out.pack(
+        _TABLE, table.check, table.settings, facts.slots, *sizes, *room, table.exchange_s, *table.prefilled, *counts
+    )
     for text in (layout.dtype, facts.model, table.trouble):
         out.text(text)
     out.array(facts.tiers, "<i4")
@@ -255,7 +259,8 @@ def unpack_table(raw: bytes) -> Table:
         WireError: see :func:`unpack_states`.
     """
     read = _Reader(raw, Kind.TABLE)
-    check, settings, slots, layers, heads, dim, block, free, blocks, exchange_s, *counts = read.unpack(_TABLE)
+    check, settings, slots, layers, heads, dim, block, free, blocks, exchange_s, *others = read.unpack(_TABLE)
+    prefilled_tokens, prefill_s, *counts = others
     num_tiers, num_samples, num_finished, num_rows = counts
     dtype, model, trouble = (read.text() for _ in range(3))
     tiers = tuple(read.array(num_tiers, "<i4").tolist())
@@ -276,6 +281,7 @@ def unpack_table(raw: bytes) -> Table:
         samples=cast("tuple[tuple[int, int, float], ...]", samples),
         finished=cast("tuple[tuple[int, int], ...]", finished),
         exchange_s=exchange_s,
+        prefilled=(prefilled_tokens, prefill_s),
     )
 
 
