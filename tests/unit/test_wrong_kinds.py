@@ -15,6 +15,7 @@ import equipoise as eq
 SPEC = eq.StepSpec(dp_size=2, num_mini_batches=1, max_token_len_per_gpu=100)
 BATCH = TensorDict({"input_ids": torch.zeros(2, 3)}, batch_size=[2])
 ONES = torch.ones(2, 3)
+ROWS = TensorDict({"input_ids": torch.nested.as_nested_tensor([torch.arange(3)], layout=torch.jagged)}, batch_size=[1])
 CALLS: dict[str, Callable[[Any], Any]] = {
     "lengths": lambda bad: eq.plan_step(bad, SPEC),
     "spec": lambda bad: eq.plan_step([1, 2], bad),
@@ -33,6 +34,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "count": lambda bad: eq.Metric(1.0, bad),
     "ref_log_prob": lambda bad: eq.kl_penalty(ONES, bad, "k1"),
     "kind": lambda bad: eq.kl_penalty(ONES, ONES, bad),
+    "max_token_len": lambda bad: eq.prepare_micro_batches(ROWS, max_token_len=bad),
 }
 NONE_IS_LEGAL = {"is_padding", "cost"}
 
@@ -42,11 +44,26 @@ NONE_IS_LEGAL = {"is_padding", "cost"}
 def test_an_argument_of_the_wrong_kind_is_named(name: str, bad: Any) -> None:
     if name == "count" and bad == -1.5:
         bad = {}
+    if name == "max_token_len" and bad is None:
+        bad = True
     if bad is None and name in NONE_IS_LEGAL:
         CALLS[name](bad)
         return
     with pytest.raises(eq.EquipoiseError, match=rf"^{name}\b.* must .*, got .*; "):
         CALLS[name](bad)
+
+
+@pytest.mark.parametrize("bad", ["many", None, ONES], ids=str)
+def test_micro_batches_are_cut_from_a_batch(bad: Any) -> None:
+    with pytest.raises(eq.InvalidInput, match="batch must be a TensorDictBase, got "):
+        eq.prepare_micro_batches(bad, max_token_len=5)
+
+
+@pytest.mark.parametrize("name", ["lr", "max_grad_norm", "warmup_steps"])
+@pytest.mark.parametrize("bad", ["many", [1], True], ids=repr)
+def test_an_optimizer_setting_of_the_wrong_kind_is_named(name: str, bad: Any) -> None:
+    with pytest.raises(eq.InvalidInput, match=rf"^{name} must be a .*number, got "):
+        eq.OptimizerConfig(**{name: bad})
 
 
 def test_a_tensor_of_several_elements_is_no_size() -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from equipoise._checks import positive
+from equipoise._checks import numbers, positive
 from equipoise.errors import InvalidInput, must, nearest
 
 OptimizerName = Literal["adamw", "sgd"]
@@ -53,6 +53,9 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _one_of("name", self.name, get_args(OptimizerName))
         _one_of("schedule", self.schedule, get_args(ScheduleName))
+        limit = [] if self.max_grad_norm is None else ["max_grad_norm"]
+        remedy = "mend the optimizer's settings"
+        numbers(self, whole=["warmup_steps"], real=["lr", "momentum", "weight_decay", "eps", *limit], remedy=remedy)
         if self.lr < 0:
             raise InvalidInput(must("lr", "be at least 0", self.lr, "use a small positive number"))
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:

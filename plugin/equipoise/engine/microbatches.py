@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from equipoise._arrays import IntArray
 from equipoise._checks import positive
-from equipoise.batch.reorder import join_rows, reorder, row_lengths, rows_of
+from equipoise.batch.reorder import join_rows, num_rows, reorder, row_lengths, rows_of
 from equipoise.engine.agreement import Fault, Need, agree, checksum, raise_alike, raise_shortage
 from equipoise.errors import InvalidInput, must, nearest
 from equipoise.partition import pack
@@ -121,6 +121,9 @@ def prepare_micro_batches(
     >>> [rows.tolist() for rows in cut.indices]
     [[0], [1, 2]]
     """
+    for field, value in (("max_token_len", max_token_len), ("micro_batch_size", micro_batch_size)):
+        if value is not None:
+            positive(field, value, "pass what one micro-batch holds")
     ask = _Ask(
         cap=None if max_token_len is None else int(max_token_len) * positive("sp_size", sp_size, "use 1 without it"),
         rows=micro_batch_size,
@@ -139,9 +142,6 @@ def prepare_micro_batches(
     if group is None and dist.is_initialized() and dist.get_world_size() > 1:
         rule = f"be the data-parallel group of {dist.get_world_size()} processes"
         raise InvalidInput(must("group", rule, None, "pass it, so that ranks agree on a count, or pass a plan"))
-    for field, value in (("max_token_len", max_token_len), ("micro_batch_size", micro_batch_size)):
-        if value is not None:
-            positive(field, value, "pass what one micro-batch holds")
     if ask.rows is not None and ask.rows % ask.together:
         rule = f"be a multiple of force_group_size = {ask.together}"
         raise InvalidInput(must("micro_batch_size", rule, ask.rows, "count rows, not groups"))
@@ -168,7 +168,7 @@ def token_lengths(data: TensorDict) -> IntArray:
     Raises:
         InvalidInput: no ``input_ids``, or dense ones without an ``attention_mask``.
     """
-    if data.batch_size[0] == 0:
+    if num_rows(data) == 0:
         return np.zeros(0, dtype=np.int64)
     ids = data.get("input_ids", None)
     if not isinstance(ids, torch.Tensor):
@@ -268,7 +268,7 @@ def _planned(
     sizes = [[rows.size for rows in step] for step in steps]
     ends = np.cumsum([size for step in sizes for size in step])
     every = np.split(np.arange(int(ends[-1]), dtype=np.int64), ends[:-1])
-    n = int(data.batch_size[0])
+    n = num_rows(data)
     if mini_batch is None:
         chosen, first = every, 0
     else:
