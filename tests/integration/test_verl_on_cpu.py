@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def test_a_server_error_ends_the_run_in_words(tmp_path: Path) -> None:
     run = run_verl([*tiny_overrides(steps=1), "actor_rollout_ref.rollout.top_p=2"], dp=1, timeout_s=280, cwd=tmp_path)
     assert run.returncode == 1
-    assert "top_p must be in (0, 1], got 2; pass 1 for all tokens" in run.log.read_text()
+    assert "top_p must be above 0 and at most 1, got 2; mend the sampling of the request" in run.log.read_text()
 
 
 def _in_verl(code: str, **env: str) -> str:

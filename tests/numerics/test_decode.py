@@ -118,6 +118,16 @@ def test_a_step_tells_what_it_prefilled() -> None:
     assert (second.prefilled_tokens, second.prefill_seconds) == (0, 0.0)
 
 
+def test_a_cache_of_no_token_is_no_cache() -> None:
+    made = engine()
+    asked = RequestState(id="a", prompt=(5,), sampling=Sampling(max_tokens=4))
+    empty = torch.zeros(2, 2, 0, 8, 12)
+    made.import_([replace(asked, kv=[empty] * 2), *asks(2)])
+    while made.num_unfinished:
+        made.step()
+    assert {done.id: done for done in made.take_finished()}["a"].output == engine().generate([asked])[0].output
+
+
 def test_prefills_in_a_larger_shape_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, wide = engine(), engine(prefill_rows=64)
     assert wide.passes.sizes == plain.passes.sizes == (4, 8, 16)

@@ -457,3 +457,10 @@ def test_planning_1024_ranks_of_up_to_256_requests_is_quick(
         spent.append(time.process_time() - start)
     assert len(moves) == sum(max(len(requests) - 128, 0) for requests in large_group) > 25_000
     assert min(spent) < 0.2
+
+
+def test_requests_that_wait_raise_no_tier() -> None:
+    crowded = [eq.Request("runs", 10, 10), eq.Request("waits", 10, 0, running=False)]
+    others = [eq.Request(i, 10, 10) for i in range(4)]
+    assert eq.plan_rebalance([others, crowded], tiers=(64, 4), slots=[64, 1]) == []
+    assert len(eq.plan_rebalance([others[:3], crowded], tiers=(64, 4), slots=[64, 1])) == 1

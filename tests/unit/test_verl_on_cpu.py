@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from equipoise.errors import InvalidInput
-from equipoise.rollout.hf import DecodeConfig, DecodeEngine
+from equipoise.rollout.hf import DecodeConfig, DecodeEngine, sampling
+from equipoise.rollout.hf import engine as engine_module
 from equipoise.rollout.transfer import RequestState, Sampling
 from equipoise.trainer_hooks.verl_on_cpu.attention import NAME, register, row_lengths
 from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_environment, cpu_overrides
@@ -303,6 +304,80 @@ def test_an_error_reaches_every_request_and_none_of_the_later_ones(monkeypatch: 
         assert [type(result) for result in results] == [MemoryError] * 3
         assert (await loop.submit(_state(7))).state.output == _alone(_state(7)).output
         assert loop.engine.cache.num_free == 24
+
+    _in_time(work())
+
+
+def test_an_error_while_requests_are_taken_reaches_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        loop = DecodeLoop(_engine)
+
+        def broken(_states: object) -> None:
+            raise MemoryError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop.engine, "import_", broken)
+            results = await asyncio.gather(*(loop.submit(_state(i)) for i in range(3)), return_exceptions=True)
+        assert [type(result) for result in results] == [MemoryError] * 3
+        assert (await loop.submit(_state(7))).state.finish_reason == "length"
+
+    _in_time(work())
+
+
+def test_an_error_in_a_step_in_which_a_request_ends_leaves_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        loop = DecodeLoop(_engine)
+        plain = sampling.draw
+
+        def failing(logits: Any, how: Sampling, *tokens: Any) -> Any:
+            if how.seed == 2:
+                raise MemoryError("no room")
+            return plain(logits, how, *tokens)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "draw", failing)
+            asked = (loop.submit(_state(i, max_tokens=1)) for i in (1, 2))
+            results = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(results[1], MemoryError)
+        assert (await loop.submit(_state(7))).state.output == _alone(_state(7)).output
+
+    _in_time(work())
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_whoever_takes_a_request_out_does_so_even_if_cancelled(all_of_them: bool) -> None:
+    async def work() -> None:
+        loop = DecodeLoop(_engine)
+        asked = asyncio.create_task(loop.submit(_state(1, max_tokens=50), "a"))
+        await _some_tokens(loop)
+        taking = asyncio.create_task(loop.abort("abort") if all_of_them else loop.abort_one("a"))
+        while loop.engine.num_unfinished:
+            await asyncio.sleep(0)
+        taking.cancel()
+        assert (await asked).state.finish_reason is None
+        await loop.close("sleep")
+
+    _in_time(work())
+
+
+def test_aborting_answers_a_request_whose_cache_is_on_its_way() -> None:
+    async def work() -> None:
+        loop, arrived = DecodeLoop(_engine), asyncio.Event()
+
+        async def send(_state: RequestState) -> int:
+            await arrived.wait()
+            return 1
+
+        asked = asyncio.create_task(loop.submit(_state(1, max_tokens=50), "a"))
+        await _some_tokens(loop)
+        leaving = asyncio.create_task(loop.hand_over("a", send))
+        while loop.engine.num_unfinished:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        await loop.abort("abort")
+        assert len((await asked).state.output) >= 3
+        arrived.set()
+        assert await leaving
 
     _in_time(work())
 

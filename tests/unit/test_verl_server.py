@@ -106,7 +106,7 @@ def test_a_receiver_that_is_gone_costs_a_prefill_and_no_request(caplog: pytest.L
 
     with caplog.at_level(logging.WARNING, logger="equipoise"):
         asyncio.run(asyncio.wait_for(work(), 60))
-    assert "computed again: the other server is gone" in caplog.text
+    assert "computed again: ConnectionError('the other server is gone')" in caplog.text
 
 
 def test_a_cache_of_other_weights_is_refused_and_one_of_old_weights_dropped() -> None:
@@ -120,6 +120,25 @@ def test_a_cache_of_other_weights_is_refused_and_one_of_old_weights_dropped() ->
         assert part.extra_fields[KV_BYTES_KEY] > 0
         await third.update_weights(weights, last=True, global_steps=1)
         assert (await _rest(third, part)).token_ids == (await _rest(second, part)).token_ids
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_cache_that_waits_for_its_turn_does_not_outlive_its_weights() -> None:
+    async def work() -> None:
+        first, second, third = Server(), Server(), Server()
+        second.config.free_cache_engine = True
+        weights = {name: parameter.detach().numpy() * 1.5 for name, parameter in first.model.named_parameters()}
+        part = await _interrupted(first, Handle(second.take_in))
+        assert part.extra_fields[KV_BYTES_KEY] > 0
+        await second.sleep()
+        asked = asyncio.create_task(_rest(second, part))
+        await asyncio.sleep(0.05)
+        for server in (second, third):
+            await server.update_weights(weights, last=True, global_steps=2)
+        await second.wake_up()
+        got, want = await asked, await _rest(third, part)
+        assert (got.token_ids, got.log_probs) == (want.token_ids, want.log_probs)
 
     asyncio.run(asyncio.wait_for(work(), 60))
 

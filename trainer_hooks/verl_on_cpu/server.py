@@ -21,6 +21,7 @@ Environment:
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import logging
@@ -48,6 +49,7 @@ logger = logging.getLogger("equipoise")
 
 Weights = dict[str, NDArray[np.float32]]
 _MOST_PARKED = 64
+_SEND_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,24 +126,28 @@ class HFCPUServer:
         Returns:
             Whether the request was here.
         """
-        model = self.loop.engine.facts().model
+        model = await self._model_id()
 
         async def send(state: RequestState) -> int:
             assert state.kv is not None
             layers = np.stack([layer.numpy() for layer in state.kv])
             parked = Parked(model=model, num_cached=state.num_cached, layers=layers)
             try:
-                taken = await receiver.take_in.remote(list(state.tokens), parked)
-            except (RayError, OSError) as error:
-                logger.warning("equipoise: the cache of a request was not sent, and is computed again: %s", error)
+                taken = await asyncio.wait_for(receiver.take_in.remote(list(state.tokens), parked), _SEND_S)
+            except (RayError, OSError, TimeoutError) as error:
+                logger.warning("equipoise: the cache of a request was not sent, and is computed again: %r", error)
                 return 0
             return layers.nbytes if taken else 0
 
         return await self.loop.hand_over(request_id, send)
 
+    async def _model_id(self) -> str:
+        """Of model and weights; it tells the threads of the engine too, so that it is asked for in the engine's."""
+        return await self.loop.in_thread(lambda: self.loop.engine.facts().model)
+
     async def take_in(self, tokens: list[int], parked: Parked) -> bool:
         """Keep the cache of a request that will be asked for; False if it is of no use here."""
-        if parked.model != self.loop.engine.facts().model:
+        if parked.model != await self._model_id():
             return False
         self._parked[tuple(tokens)] = parked
         while len(self._parked) > _MOST_PARKED:
@@ -149,9 +155,10 @@ class HFCPUServer:
         return True
 
     def _with_cache(self, state: RequestState) -> RequestState:
-        """The request with the cache that came for it, if one did."""
+        """The request with the cache that came for it, if one did; in the engine's thread."""
         parked = self._parked.pop(state.tokens, None)
-        if parked is None or parked.model != self.loop.engine.facts().model:
+        fits = parked is not None and parked.num_cached == state.num_tokens - 1
+        if parked is None or not fits or parked.model != self.loop.engine.facts().model:
             return state
         layers = [torch.from_numpy(layer) for layer in parked.layers.copy()]  # what Ray hands out is read-only
         return replace(state, num_cached=parked.num_cached, kv=layers)
@@ -217,7 +224,7 @@ class HFCPUServer:
             stop_ids=self._stop_ids,
         )
         self._asked[prompt] += 1
-        answer = await self.loop.submit(self._with_cache(state), request_id)
+        answer = await self.loop.submit(state, request_id, with_cache=self._with_cache)
         begun = len(state.output)
         extra_fields: dict[str, Any] = {"global_steps": self.global_steps}
         if answer.kv_bytes:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from equipoise.errors import InvalidInput
 from equipoise.rollout.hf import DecodeEngine
@@ -24,12 +24,13 @@ class Answer:
     """Of its cache, where that was sent to another replica."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Asked:
     """A request and who waits for it."""
 
     state: RequestState
     name: str | None
+    with_cache: Callable[[RequestState], RequestState]
     future: asyncio.Future[Answer]
 
     def answer(self, state: RequestState, *, kv_bytes: int = 0) -> None:
@@ -58,6 +59,8 @@ class DecodeLoop:
         self.engine = self._thread.submit(make_engine).result()
         self._waiting: list[_Asked] = []
         self._decoding: dict[str, _Asked] = {}
+        self._leaving: dict[str, tuple[_Asked, RequestState]] = {}
+        self._works: set[asyncio.Task[Any]] = set()
         self._task: asyncio.Task[None] | None = None
         self._between_steps = asyncio.Lock()
         self._closed_by: set[str] = set()
@@ -65,16 +68,24 @@ class DecodeLoop:
         self._is_open.set()
         self._rejecting = False
 
-    async def submit(self, state: RequestState, name: str | None = None) -> Answer:
+    async def submit(
+        self,
+        state: RequestState,
+        name: str | None = None,
+        *,
+        with_cache: Callable[[RequestState], RequestState] = lambda state: state,
+    ) -> Answer:
         """Wait for a request's tokens. What the engine raises is raised here.
 
         Args:
             state: what to decode; its id is unique over all that were ever submitted.
             name: by which :meth:`abort_one` and :meth:`hand_over` find it.
+            with_cache: adds the cache that came for the request; called in the engine's thread when it is its turn.
         """
         if self._rejecting:
             return Answer(state=state)
-        asked = _Asked(state=state, name=name, future=asyncio.get_running_loop().create_future())
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        asked = _Asked(state=state, name=name, future=future, with_cache=with_cache)
         self._waiting.append(asked)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve())
@@ -107,12 +118,17 @@ class DecodeLoop:
         self._rejecting = reject
         self._closed_by.add(by)
         self._is_open.clear()
+        await self._to_its_end(self._abort())
+
+    async def _abort(self) -> None:
         async with self._between_steps:
             waiting, self._waiting = self._waiting, []
             for asked in waiting:
                 asked.answer(asked.state)
             for state in await self._take_out(list(self._decoding)):
                 self._decoding.pop(state.id).answer(state)
+            for asked, state in self._leaving.values():
+                asked.answer(state)
 
     async def abort_one(self, name: str) -> bool:
         """Hand back what one request has got so far; False if it is not here."""
@@ -125,6 +141,9 @@ class DecodeLoop:
             name: of the request.
             send: sends a request with its cache, and says how many bytes that was.
         """
+        return await self._to_its_end(self._hand_over(name, send))
+
+    async def _hand_over(self, name: str, send: Callable[[RequestState], Awaitable[int]] | None) -> bool:
         async with self._between_steps:
             asked = next((each for each in self._waiting if each.name == name), None)
             if asked is not None:
@@ -136,18 +155,28 @@ class DecodeLoop:
                 return False
             (state,) = await self._take_out([asked.state.id], with_cache=send is not None)
             del self._decoding[asked.state.id]
+            bare = replace(state, kv=None, num_cached=0)
+            self._leaving[state.id] = asked, bare
         kv_bytes = 0
         try:
             if send is not None and state.kv is not None:
                 kv_bytes = await send(state)
         finally:  # without a cache the request goes on all the same: it is computed again
-            asked.answer(replace(state, kv=None, num_cached=0), kv_bytes=kv_bytes)
+            del self._leaving[state.id]
+            asked.answer(bare, kv_bytes=kv_bytes)
         return True
 
     def resume(self, by: str) -> None:
         """Take back :meth:`abort`."""
         self._rejecting = False
         self.reopen(by)
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do what may not stop half-way, even if its caller is cancelled."""
+        task = asyncio.create_task(work)
+        self._works.add(task)
+        task.add_done_callback(self._works.discard)
+        return await asyncio.shield(task)
 
     async def in_thread(self, call: Callable[[], T]) -> T:
         """Run in the engine's thread; between steps only while the loop is closed."""
@@ -182,21 +211,23 @@ class DecodeLoop:
             await asyncio.sleep(0)  # let in who waits for the lock
 
     async def _admit(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for asked in waiting:
+        while self._waiting:
+            asked = self._waiting[0]  # it stays there meanwhile: whoever learns of an error must find it
             try:
-                await self.in_thread(lambda state=asked.state: self._import(state))
+                await self.in_thread(lambda asked=asked: self._import(asked))
             except InvalidInput as error:
                 asked.fail(error)
             else:
                 self._decoding[asked.state.id] = asked
+            self._waiting.remove(asked)
 
     async def _forget_cancelled(self) -> None:
         gone = [name for name, asked in self._decoding.items() if asked.future.cancelled()]
         for state in await self._take_out(gone) if gone else ():
             del self._decoding[state.id]
 
-    def _import(self, state: RequestState) -> None:
+    def _import(self, asked: _Asked) -> None:
+        state = asked.with_cache(asked.state)
         if state.kv is not None:
             try:
                 return self.engine.import_([state])
@@ -211,6 +242,11 @@ class DecodeLoop:
             return
         failed = [*self._decoding.values(), *self._waiting]
         self._decoding, self._waiting = {}, []
-        self._thread.submit(lambda: self.engine.abort([state.id for state in self.engine.list_requests()]))
+        self._thread.submit(self._empty)
         for asked in failed:
             asked.fail(error)
+
+    def _empty(self) -> None:
+        """Make the engine forget all, what ended in the step that failed too."""
+        self.engine.abort([state.id for state in self.engine.list_requests()])
+        self.engine.take_finished()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from equipoise._checks import numbers, positive
+from equipoise._checks import numbers, of_kind, positive
 from equipoise.errors import InvalidInput, must, nearest
 
 OptimizerName = Literal["adamw", "sgd"]
@@ -143,6 +143,8 @@ class EngineConfig:
             raise InvalidInput(must("micro_batch_size_per_gpu", rule, self.micro_batch_size_per_gpu, "count rows"))
         if self.log_prob_chunk_tokens is not None:
             positive("log_prob_chunk_tokens", self.log_prob_chunk_tokens, "use None for a size that suits the device")
+        if self.optimizer is not None:
+            of_kind("optimizer", self.optimizer, OptimizerConfig, "pass equipoise.OptimizerConfig(...), or None")
         _one_of("dtype", self.dtype, get_args(DTypeName))
         for name in ("param_dtype", "reduce_dtype"):
             _one_of(name, getattr(self, name), (None, *get_args(DTypeName)))

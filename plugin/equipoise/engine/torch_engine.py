@@ -142,8 +142,8 @@ class TorchEngine(BaseEngine):
             # Attached to every output, so that backward runs through all weights whatever the loss reads.
             loss = _nothing(columns)
             if loss_function is not None and rows.size:
-                share, logged = loss_function(columns, micro_batch, self.dp_group)
-                _check_loss(share, logged, training=not forward_only)
+                given: Any = loss_function(columns, micro_batch, self.dp_group)
+                share, logged = _checked_loss(given, training=not forward_only)
                 loss = share + loss
                 metrics.append(logged)
             if not forward_only:
@@ -362,8 +362,14 @@ def _optimizer(config: OptimizerConfig, parameters: list[Any]) -> torch.optim.Op
     return torch.optim.AdamW(parameters, lr=rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
-def _check_loss(share: torch.Tensor, metrics: Mapping[str, AnyMetric], *, training: bool) -> None:
-    """What a loss function gives must train something and merge with that of other micro-batches."""
+def _checked_loss(given: Any, *, training: bool) -> tuple[torch.Tensor, Mapping[str, AnyMetric]]:
+    """What a loss function gives: a share that trains something, and metrics that merge with other micro-batches'."""
+    parts: tuple[Any, ...] = cast("tuple[Any, ...]", given) if isinstance(given, tuple) else (given,)
+    if len(parts) != 2 or not isinstance(parts[0], torch.Tensor) or not isinstance(parts[1], Mapping):
+        got = [type(part).__name__ for part in parts]
+        rule = "return (loss, metrics): a tensor and a mapping of names to eq.Metric"
+        raise InvalidInput(must("loss_function", rule, got, "return (loss, {}) where there is nothing to log"))
+    share, metrics = cast("tuple[torch.Tensor, Mapping[str, AnyMetric]]", parts)
     if training and not share.requires_grad:
         remedy = "compute it from the outputs it is given, without detach"
         raise InvalidInput(must("loss", "be attached to the model's outputs", "a detached tensor", remedy))
@@ -371,6 +377,7 @@ def _check_loss(share: torch.Tensor, metrics: Mapping[str, AnyMetric], *, traini
         if not isinstance(metric, tuple(_EMPTY)):
             remedy = "use eq.Metric(sum, count), Metric.max or Metric.min"
             raise InvalidInput(must(f"metrics[{name!r}]", "be a metric that merges", metric, remedy))
+    return share, metrics
 
 
 def _nothing(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:

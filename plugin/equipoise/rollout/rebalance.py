@@ -220,12 +220,17 @@ def lower_tiers(held: IntArray, terms: Terms) -> list[int]:
 
 
 def fill_idle(group: Group, terms: Terms, held: IntArray) -> tuple[IntArray, IntArray]:
-    """Requests that wait on ranks without a free slot, and the free slots elsewhere that they go to."""
+    """Requests that wait on ranks without a free slot, and the free slots elsewhere that they go to.
+
+    No rank gets more than the tier that the group decodes at by now.
+    """
     nothing = np.zeros(0, dtype=np.int64)
     over = held > terms.slots
     if not over.any():
         return nothing, nothing
-    room = np.maximum(np.minimum(terms.slots, terms.tiers[-1]) - held, 0)
+    decoding = int(np.minimum(held, terms.slots).max())
+    own = min(int(np.searchsorted(terms.tiers, decoding)), terms.tiers.size - 1)
+    room = _room(held, int(terms.tiers[own]), terms)
     waits = int_sums(group.rank, (~group.running).astype(np.int64), group.num_ranks)
     spare = np.where(over, np.minimum(held - terms.slots, waits), 0)
     leave = quotas(min(int(room.sum()), int(spare.sum())), spare)

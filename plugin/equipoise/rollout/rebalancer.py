@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from equipoise._checks import of_kind
 from equipoise.errors import EquipoiseError, EquipoiseWarning, InvalidInput, must
 from equipoise.rollout.rebalance import plan_rebalance
 from equipoise.rollout.rebalancer_config import Check as Check
@@ -31,6 +32,18 @@ from equipoise.rollout.transfer.exchange import Exchanged, exchange, gather_tabl
 from equipoise.rollout.transfer.state import RequestState, SteppingEngine, StepReport
 from equipoise.rollout.transfer.wire import Row, Table
 
+_TOLD = (
+    EquipoiseError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a rank tells the others of before it raises."""
 OnStep = Callable[[StepReport], None]
 
 
@@ -100,22 +113,27 @@ class RolloutRebalancer:
             EquipoiseError: a rank failed, named by the error.
         """
         start = time.perf_counter()
-        rank = self.channel.rank
-        mine = [replace(state, home=rank, index=index) for index, state in enumerate(requests)]
-        self._asked, self._done = {state.id: state for state in requests}, {}
+        self._asked, self._done = {}, {}
         self._finished = []
         try:
-            trouble = _attempt(lambda: self.engine.import_(mine))
+            trouble = _attempt(lambda: self._take(requests))
             while self.check(trouble):
                 trouble = _attempt(lambda: self._decode(on_step))
             self._bring_home()
         except EquipoiseError:
-            self._done |= {state.id: state for state in self._finished if state.home == rank}
+            self._done |= {state.id: state for state in self._finished if state.home == self.channel.rank}
             self.engine.abort([state.id for state in self.engine.list_requests()])
             raise
         self.known.lengths.next_rollout()
         self._total_s += time.perf_counter() - start
         return [self._done[name] for name in self._asked]
+
+    def _take(self, requests: Sequence[RequestState]) -> None:
+        for index, state in enumerate(requests):
+            of_kind(f"requests[{index}]", state, RequestState, "pass equipoise.RequestState(...)")
+        self._asked = {state.id: state for state in requests}
+        rank = self.channel.rank
+        self.engine.import_([replace(state, home=rank, index=index) for index, state in enumerate(requests)])
 
     def _decode(self, on_step: OnStep | None) -> None:
         """Steps up to the next check, or until this rank has nothing to do."""
@@ -265,7 +283,7 @@ def _attempt(call: Callable[[], Any]) -> str:
     """Why ``call`` failed, or nothing: the others hear of it at the next check instead of waiting for this rank."""
     try:
         call()
-    except (EquipoiseError, RuntimeError, ValueError) as error:
+    except _TOLD as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -48,6 +48,7 @@ class RebalancerConfig:
         if not 0 <= self.min_gain < float("inf"):
             raise InvalidInput(must("min_gain", "be finite and at least 0", self.min_gain, "pass seconds"))
         falling("tiers", self.tiers, "pass for example (64, 32, 16, 8, 4)")
+        object.__setattr__(self, "tiers", tuple(self.tiers))
 
     @classmethod
     def of(cls, node: RolloutConfig, *, timeout_s: float = 600.0) -> RebalancerConfig:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from equipoise._checks import falling, numbers
+from equipoise._checks import falling, numbers, of_kind
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.hf import attention
 from equipoise.rollout.hf.cache import CachedLayers, OutOfBlocks, PagedCache
@@ -70,6 +70,7 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         falling("tiers", self.tiers, "pass for example (64, 32, 16, 8, 4)")
+        object.__setattr__(self, "tiers", tuple(self.tiers))
         whole = ("num_blocks", "block_size", "chunk_tokens", *(["prefill_rows"] if self.prefill_rows else []))
         numbers(self, whole=whole, remedy="pass how many")
         for name in ("num_blocks", "block_size", "chunk_tokens"):
@@ -130,6 +131,7 @@ class DecodeEngine:
     """
 
     def __init__(self, model: Any, config: DecodeConfig | None = None) -> None:
+        of_kind("model", model, torch.nn.Module, "load it with transformers' from_pretrained")
         self.config = config or DecodeConfig()
         self.model = model.eval()
         self.model.set_attn_implementation(attention.register())
@@ -235,7 +237,7 @@ class DecodeEngine:
         for state in states:
             self._check(state, known)
             known.add(state.id)
-        cached = [state for state in states if state.kv is not None]
+        cached = [state for state in states if state.kv is not None and state.num_cached]
         need = sum(self.layout.blocks(state.num_cached) for state in cached)
         room = self.config.tiers[0] - len(self._running)
         if need > self.cache.num_free or len(cached) > room:
@@ -244,7 +246,7 @@ class DecodeEngine:
         started: list[_Live] = []
         for state in states:
             live = _Live.of(state)
-            if state.kv is not None:
+            if state.kv is not None and state.num_cached:
                 live.blocks = self.cache.take(self.layout.blocks(state.num_cached))
                 for layer, content in enumerate(state.kv):
                     self.cache.write(layer, live.blocks, content)
@@ -364,6 +366,9 @@ class DecodeEngine:
         field_ = f"request {state.id!r}"
         if state.id in known:
             raise InvalidInput(must(field_, "be new", "one of that id", "give each request its own id"))
+        if not {int, float}.issuperset(map(type, state.log_probs)) or not {int}.issuperset(map(type, state.tokens)):
+            rule = "hold whole numbers as tokens and numbers as log_probs"
+            raise InvalidInput(must(field_, rule, state.tokens[:8], "convert them with tolist()"))
         if state.finish_reason is not None or len(state.output) >= state.sampling.max_tokens:
             raise InvalidInput(must(field_, "be unfinished", state.finish_reason, "keep results where they are"))
         longest = len(state.prompt) + state.sampling.max_tokens

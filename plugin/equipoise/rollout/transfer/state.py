@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 import torch
 
-from equipoise._checks import numbers
+from equipoise._checks import numbers, of_kind
 from equipoise.errors import InvalidInput, must
 
 FINISH_REASONS = ("stop", "length")
@@ -80,7 +80,7 @@ class RequestState:
 
     Args:
         id: unique over all ranks.
-        prompt: token ids; at least one.
+        prompt: token ids; at least one. A list becomes a tuple, here and below.
         sampling: how it goes on.
         home: rank that asked for it.
         index: where its result stands among those of ``home``.
@@ -111,7 +111,12 @@ class RequestState:
     kv: Sequence[torch.Tensor] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        of_kind("id of a request", self.id, str, "name it by a string")
         where = f"of request {self.id!r}"
+        of_kind(f"sampling {where}", self.sampling, Sampling, "pass equipoise.Sampling(...)")
+        for name in ("prompt", "output", "log_probs"):
+            of_kind(f"{name} {where}", getattr(self, name), (tuple, list), "pass a tuple, one value per token")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.prompt:
             raise InvalidInput(must(f"prompt {where}", "hold at least one token", [], "leave the request out"))
         if len(self.log_probs) != len(self.output):
