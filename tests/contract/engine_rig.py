@@ -285,6 +285,10 @@ def states(out: dict[str, Any]) -> None:
         def number(columns: Any, rows: Any, group: Any) -> Any:
             return columns["log_probs"].values().sum(), {"kl": 1.0}
 
+        def bare(columns: Any, rows: Any, group: Any) -> Any:
+            return columns["log_probs"].values().sum()
+
+        out["state/bare"] = refused(lambda: made.train_batch(data, bare))
         out["state/detached"] = refused(lambda: made.train_batch(data, detached))
         out["state/number"] = refused(lambda: made.train_batch(data, number))
         out["state/no loss"] = refused(lambda: made.forward_backward_batch(data, None))

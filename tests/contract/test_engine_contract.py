@@ -216,6 +216,10 @@ def test_i1_a_rank_without_rows_agrees_that_no_token_counts(seen: Seen) -> None:
         ("ranks", "InvalidInput: plan must be for the group's 1 ranks, got 2"),
         ("other rows", "InvalidInput: data must keep each micro-batch of the plan within its cap of 16 tokens, got"),
         ("detached", "InvalidInput: loss must be attached to the model's outputs"),
+        (
+            "bare",
+            "InvalidInput: loss_function must return (loss, metrics): a tensor and a mapping of names to eq.Metric",
+        ),
         ("number", "InvalidInput: metrics['kl'] must be a metric that merges, got 1.0"),
         ("no loss", "InvalidInput: loss_function must be given for training"),
         ("mini_batch", "InvalidInput: mini_batch must be None without a plan, got 0"),

@@ -118,6 +118,15 @@ def test_a_step_tells_what_it_prefilled() -> None:
     assert (second.prefilled_tokens, second.prefill_seconds) == (0, 0.0)
 
 
+def test_tokens_of_another_kind_are_refused() -> None:
+    made = engine()
+    for prompt in (("a", 1), (1.5,), (np.int64(3),)):
+        with pytest.raises(InvalidInput, match="request 'a' must hold whole numbers as tokens"):
+            made.import_([RequestState(id="a", prompt=prompt, sampling=Sampling())])  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="model must be a Module, got .str"):
+        DecodeEngine("a/model")
+
+
 def test_a_cache_of_no_token_is_no_cache() -> None:
     made = engine()
     asked = RequestState(id="a", prompt=(5,), sampling=Sampling(max_tokens=4))

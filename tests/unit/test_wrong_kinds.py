@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -64,6 +64,17 @@ def test_micro_batches_are_cut_from_a_batch(bad: Any) -> None:
 def test_an_optimizer_setting_of_the_wrong_kind_is_named(name: str, bad: Any) -> None:
     with pytest.raises(eq.InvalidInput, match=rf"^{name} must be a .*number, got "):
         eq.OptimizerConfig(**{name: bad})
+
+
+def test_a_request_takes_lists_and_refuses_other_kinds() -> None:
+    how = eq.Sampling(max_tokens=3)
+    state = eq.RequestState(id="a", prompt=[1, 2], sampling=how, output=[3], log_probs=[-0.5])  # type: ignore[arg-type]
+    assert (state.tokens, state.log_probs) == ((1, 2, 3), (-0.5,))
+    wrong: list[dict[str, Any]] = [{"id": 1}, {"prompt": "12"}, {"prompt": None}, {"sampling": {}}, {"output": 3}]
+    for change in wrong:
+        (name,) = change
+        with pytest.raises(eq.InvalidInput, match=rf"^{name} of "):
+            eq.RequestState(**cast(Any, {"id": "a", "prompt": (1,), "sampling": how, **change}))
 
 
 def test_a_tensor_of_several_elements_is_no_size() -> None:
