@@ -123,7 +123,7 @@ def test_tokens_of_another_kind_are_refused() -> None:
     for prompt in (("a", 1), (1.5,), (np.int64(3),)):
         with pytest.raises(InvalidInput, match="request 'a' must hold whole numbers as tokens"):
             made.import_([RequestState(id="a", prompt=prompt, sampling=Sampling())])  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match="model must be a Module, got .str"):
+    with pytest.raises(InvalidInput, match=r"model must be a Module, got .str"):
         DecodeEngine("a/model")
 
 
