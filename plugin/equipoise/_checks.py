@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from numbers import Integral, Real
 from operator import index
 from typing import Any, cast
@@ -24,13 +25,33 @@ def positive(field: str, value: Any, remedy: str) -> int:
     3
 
     """
-    try:
-        whole = -1 if isinstance(value, bool) else index(value)
-    except TypeError:
-        whole = -1
-    if whole < 1:
+    if not is_whole(value, 1):
         raise InvalidInput(must(field, "be a whole number of at least 1", value, remedy))
-    return whole
+    return index(value)
+
+
+def is_whole(value: Any, least: int = 0) -> bool:
+    """Whether it is a whole number of at least ``least``; a bool is none.
+
+    >>> is_whole(3), is_whole(True), is_whole("3")
+    (True, False, False)
+    """
+    try:
+        return not isinstance(value, bool) and index(value) >= least
+    except TypeError:
+        return False
+
+
+def is_amount(value: Any) -> bool:
+    """Whether it is a finite number of at least 0.
+
+    >>> is_amount(0.5), is_amount(float("nan")), is_amount("0.5")
+    (True, False, False)
+    """
+    try:
+        return bool(0 <= value < float("inf"))
+    except (TypeError, ValueError):
+        return False
 
 
 def of_kind(field: str, value: Any, kind: type | tuple[type, ...], remedy: str) -> None:
@@ -53,30 +74,28 @@ def numbers(config: Any, *, whole: Sequence[str] = (), real: Sequence[str] = (),
     Raises:
         InvalidInput: one is of another kind.
     """
-    for name in (*whole, *real):
+    kinds = {**dict.fromkeys(whole, (Integral, "whole number")), **dict.fromkeys(real, (Real, "number"))}
+    for name, (kind, words) in kinds.items():
         value = getattr(config, name)
-        kind, abstract = ("whole number", Integral) if name in whole else ("number", Real)
-        if not _is_number(value, abstract):
-            raise InvalidInput(must(name, f"be a {kind}", value, remedy))
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise InvalidInput(must(name, f"be a {words}", value, remedy))
 
 
-def falling(field: str, values: Any, remedy: str) -> None:
-    """Raise unless ``values`` are whole numbers of at least 1 in a sequence that falls from one to the next.
+def falling(field: str, values: Any, remedy: str) -> tuple[int, ...]:
+    """``values`` as whole numbers of at least 1 that fall from one to the next.
 
     Raises:
         InvalidInput: they are not.
 
-    >>> falling("tiers", (8, 4), "pass sizes")
+    >>> falling("tiers", [8, 4], "pass sizes")
+    (8, 4)
     """
-    listed = list(cast("Sequence[Any]", values)) if isinstance(values, (list, tuple)) else []
-    whole = bool(listed) and all(_is_number(x, Integral) and x >= 1 for x in listed)
-    if not whole or listed != sorted(set(listed), reverse=True):
-        rule = "be whole numbers from 1 up that fall from step to step"
-        raise InvalidInput(must(field, rule, cast(object, values), remedy))
-
-
-def _is_number(value: Any, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
+    many = isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping))
+    found: tuple[Any, ...] = tuple(cast("Iterable[Any]", values)) if many else ()
+    if not found or not all(is_whole(x, 1) for x in found) or any(a <= b for a, b in pairwise(found)):
+        got = found if many else cast(object, values)
+        raise InvalidInput(must(field, "be whole numbers of at least 1 in falling order", got, remedy))
+    return tuple(index(x) for x in found)
 
 
 MOST_TOKENS = 2**40

@@ -131,7 +131,9 @@ def test_a_cache_of_no_token_is_no_cache() -> None:
     made = engine()
     asked = RequestState(id="a", prompt=(5,), sampling=Sampling(max_tokens=4))
     empty = torch.zeros(2, 2, 0, 8, 12)
-    made.import_([replace(asked, kv=[empty] * 2), *asks(2)])
+    made.import_(asks(16))
+    made.step()  # all slots are taken: a cache would have no place
+    made.import_([replace(asked, kv=[empty] * 2)])
     while made.num_unfinished:
         made.step()
     assert {done.id: done for done in made.take_finished()}["a"].output == engine().generate([asked])[0].output

@@ -122,11 +122,11 @@ def test_defaults_are_those_of_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"check_interval": 0}, "check_interval must be at least 1"),
-        ({"tiers": (4, 8)}, "tiers must be whole numbers from 1 up that fall"),
+        ({"check_interval": 0}, "check_interval must be a whole number of at least 1"),
+        ({"tiers": (4, 8)}, "tiers must be whole numbers of at least 1 in falling order"),
         ({"transfer": "mail"}, "transfer must be one of"),
         ({"min_gain": float("nan")}, "min_gain must be finite"),
-        ({"profile_interval": 0}, "profile_interval must be at least 1"),
+        ({"profile_interval": 0}, "profile_interval must be a whole number of at least 1"),
     ],
 )
 def test_settings_out_of_range_are_refused(change: dict[str, Any], words: str) -> None:

@@ -119,6 +119,7 @@ def test_a_cache_of_other_weights_is_refused_and_one_of_old_weights_dropped() ->
         part = await _interrupted(first, Handle(third.take_in))
         assert part.extra_fields[KV_BYTES_KEY] > 0
         await third.update_weights(weights, last=True, global_steps=1)
+        assert not third._parked  # pyright: ignore[reportPrivateUsage]
         assert (await _rest(third, part)).token_ids == (await _rest(second, part)).token_ids
 
     asyncio.run(asyncio.wait_for(work(), 60))

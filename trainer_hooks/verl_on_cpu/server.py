@@ -1,10 +1,12 @@
 """The server actor of the rollout ``hf_cpu``: a decode engine of Equipoise on a CPU.
 
-A run can be repeated to the bit. Each sample has a random stream of its own, seeded by ``rollout.seed``, the prompt,
-and the name of the sample: training or validation, step, row of the data and sibling, which
-:func:`~equipoise.trainer_hooks.verl_on_cpu.patches.attach` adds to the sampling parameters. Whichever replica answers,
-in whichever order and company, moved or not, a sample is the same. A request without a name counts how often its server
-was asked for that prompt since the last weights, which repeats with one replica only.
+With equal weights, samples can be repeated to the bit. Each has a random stream of its own, seeded by
+``rollout.seed``, the prompt, and the name of the sample: training or validation, step, row of the data and sibling,
+which :func:`~equipoise.trainer_hooks.verl_on_cpu.patches.attach` adds to the sampling parameters. Whichever replica
+answers, in whichever order and company, moved or not, a sample is the same. A request without a name counts how often
+its server was asked for that prompt since the last weights, which repeats with one replica only. A whole run repeats as
+long as its mini-batches do: those of a plan follow verl's random prompt ids, see
+:func:`~equipoise.trainer_hooks.on_verl.rows.neutral_order`.
 
 A request can be handed over to another server with its cache. The receiver keeps the cache under the request's tokens
 until they are asked for; if they never are, or its weights change, the cache is dropped.

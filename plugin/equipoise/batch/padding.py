@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from equipoise._checks import is_whole
 from equipoise.batch.reorder import join_rows, num_rows, row_lengths, rows_of, stack
 from equipoise.errors import InvalidInput, must
 
@@ -49,10 +50,10 @@ def pad_batch(
     n = num_rows(batch)
     if n == 0:
         raise InvalidInput(must("batch", "hold at least one row to take the columns from", 0, "skip the empty step"))
-    if isinstance(num_padding, bool) or not hasattr(num_padding, "__index__") or num_padding < 0:
+    if not is_whole(num_padding):
         raise InvalidInput(must("num_padding", "be a whole number of at least 0", num_padding, "pass rows to append"))
     tokens = min_row_tokens
-    if isinstance(tokens, bool) or not hasattr(tokens, "__index__") or tokens < _LEAST_TOKENS:
+    if not is_whole(tokens, _LEAST_TOKENS):
         rule = "be at least 2, a prompt token and a response token"
         raise InvalidInput(must("min_row_tokens", rule, tokens, "use 2, or what the engine aligns rows to"))
     columns: dict[str, Any] = {}

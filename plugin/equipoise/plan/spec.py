@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from equipoise._checks import positive
+from equipoise._checks import is_whole, positive
 from equipoise.errors import InvalidInput, must, nearest
 
 Algorithm = Literal["refined", "kk", "lpt"]
@@ -92,7 +92,7 @@ class StepSpec:
                     "choose fixed micro-batches or the token cap",
                 )
             )
-        if isinstance(self.seed, bool) or not hasattr(self.seed, "__index__") or self.seed < 0:
+        if not is_whole(self.seed):
             raise InvalidInput(must("seed", "be a whole number of at least 0", self.seed, "use 0"))
         overhead: Any = self.micro_batch_overhead
         if not isinstance(overhead, (int, float)) or isinstance(overhead, bool) or not 0 <= overhead < float("inf"):

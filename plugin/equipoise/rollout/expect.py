@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from equipoise._arrays import FloatArray, IntArray, sums
-from equipoise._checks import as_vector
+from equipoise._checks import as_vector, is_amount, is_whole
 from equipoise.errors import InvalidInput, must
-from equipoise.rollout.requests import is_amount, is_whole
 
 
 class LengthModel:

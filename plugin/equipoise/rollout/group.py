@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,8 +10,9 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray, IntArray, iota
+from equipoise._checks import falling, is_whole
 from equipoise.errors import InfeasiblePlan, InvalidInput, must
-from equipoise.rollout.requests import Request, is_whole
+from equipoise.rollout.requests import Request
 
 NO_LIMIT = 2**62
 
@@ -113,11 +113,7 @@ def checked_tiers(tiers: Sequence[int]) -> IntArray:
     Raises:
         InvalidInput: none, one that is no whole number of at least 1, or not in falling order.
     """
-    found = list(tiers) if _is_many(tiers) else []
-    if not found or not all(is_whole(tier, 1) for tier in found) or any(a <= b for a, b in itertools.pairwise(found)):
-        remedy = "list the decode-graph sizes from the largest to the smallest, each once"
-        got = tuple(found) if _is_many(tiers) else tiers
-        raise InvalidInput(must("tiers", "be whole numbers of at least 1 in falling order", got, remedy))
+    found = falling("tiers", tiers, "list the decode-graph sizes from the largest to the smallest, each once")
     return np.array([min(tier, NO_LIMIT) for tier in found[::-1]], dtype=np.int64)
 
 

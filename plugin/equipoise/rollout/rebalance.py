@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from equipoise._arrays import FloatArray, IntArray, int_sums, sums
+from equipoise._checks import is_amount
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.group import (
     NO_LIMIT,
@@ -20,7 +21,7 @@ from equipoise.rollout.group import (
     gather,
     per_rank,
 )
-from equipoise.rollout.requests import Move, Request, as_moves, is_amount
+from equipoise.rollout.requests import Move, Request, as_moves
 from equipoise.rollout.victims import deal, fit, pick, quotas
 from equipoise.rollout.worth import StepTime, TransferCost, exchange_seconds, kept_by_waiting, saved_seconds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from equipoise._checks import falling, numbers
+from equipoise._checks import falling, numbers, positive
 from equipoise.config import RolloutConfig
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.transfer.exchange import TRANSFERS
@@ -38,17 +38,15 @@ class RebalancerConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        numbers(self, whole=("check_interval", "profile_interval"), real=("min_gain", "timeout_s"), remedy="pass one")
         for name in ("check_interval", "profile_interval"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(must(name, "be at least 1", getattr(self, name), "pass decode steps"))
+            positive(name, getattr(self, name), "pass decode steps")
+        numbers(self, real=("min_gain", "timeout_s"), remedy="pass seconds")
         if self.transfer not in ("none", *TRANSFERS):
             options = ["none", *TRANSFERS]
             raise InvalidInput(must("transfer", f"be one of {options}", self.transfer, "choose one"))
         if not 0 <= self.min_gain < float("inf"):
             raise InvalidInput(must("min_gain", "be finite and at least 0", self.min_gain, "pass seconds"))
-        falling("tiers", self.tiers, "pass for example (64, 32, 16, 8, 4)")
-        object.__setattr__(self, "tiers", tuple(self.tiers))
+        object.__setattr__(self, "tiers", falling("tiers", self.tiers, "pass for example (64, 32, 16, 8, 4)"))
 
     @classmethod
     def of(cls, node: RolloutConfig, *, timeout_s: float = 600.0) -> RebalancerConfig:

@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import index
 from typing import Any
 
 import numpy as np
 
 from equipoise._arrays import IntArray
-from equipoise._checks import MOST_TOKENS
+from equipoise._checks import MOST_TOKENS, is_amount, is_whole
 from equipoise.errors import InvalidInput, must
 
 
@@ -93,27 +92,3 @@ def _whole(request: Hashable, field: str, value: Any) -> None:
     if not is_whole(value) or value > MOST_TOKENS:
         rule = f"be a whole number of at least 0{' and at most 2**40' if is_whole(value) else ''}"
         raise InvalidInput(must(f"{field} of request {request!r}", rule, value, "pass the tokens of the request"))
-
-
-def is_whole(value: Any, least: int = 0) -> bool:
-    """Whether it is a whole number of at least ``least``; a bool is none.
-
-    >>> is_whole(3), is_whole(True), is_whole("3")
-    (True, False, False)
-    """
-    try:
-        return not isinstance(value, bool) and index(value) >= least
-    except TypeError:
-        return False
-
-
-def is_amount(value: Any) -> bool:
-    """Whether it is a finite number of at least 0.
-
-    >>> is_amount(0.5), is_amount(float("nan")), is_amount("0.5")
-    (True, False, False)
-    """
-    try:
-        return bool(0 <= value < float("inf"))
-    except (TypeError, ValueError):
-        return False

@@ -10,9 +10,8 @@ from typing import Any, cast
 import numpy as np
 
 from equipoise._arrays import FloatArray, IntArray
-from equipoise._checks import as_lengths, as_vector
+from equipoise._checks import as_lengths, as_vector, is_amount, is_whole
 from equipoise.errors import InvalidInput, must
-from equipoise.rollout.requests import is_amount, is_whole
 
 _FIT_FROM = 400  # samples of a tier: all pairs of them are looked at
 _FAR = 4.0  # standard deviations, from the median error, beyond which a sample is an outlier

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from equipoise._arrays import FloatArray, IntArray, int_sums, sums
+from equipoise._checks import is_amount
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.group import Group
-from equipoise.rollout.requests import is_amount
 
 _HALVINGS = 14
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from equipoise._checks import falling, numbers, of_kind
+from equipoise._checks import falling, of_kind, positive
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.hf import attention
 from equipoise.rollout.hf.cache import CachedLayers, OutOfBlocks, PagedCache
@@ -69,15 +69,11 @@ class DecodeConfig:
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
-        falling("tiers", self.tiers, "pass for example (64, 32, 16, 8, 4)")
-        object.__setattr__(self, "tiers", tuple(self.tiers))
-        whole = ("num_blocks", "block_size", "chunk_tokens", *(["prefill_rows"] if self.prefill_rows else []))
-        numbers(self, whole=whole, remedy="pass how many")
+        object.__setattr__(self, "tiers", falling("tiers", self.tiers, "pass for example (64, 32, 16, 8, 4)"))
         for name in ("num_blocks", "block_size", "chunk_tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(must(name, "be at least 1", getattr(self, name), "raise it"))
-        if self.prefill_rows is not None and self.prefill_rows < 1:
-            raise InvalidInput(must("prefill_rows", "be at least 1 or None", self.prefill_rows, "raise it"))
+            positive(name, getattr(self, name), "raise it")
+        if self.prefill_rows is not None:
+            positive("prefill_rows", self.prefill_rows, "pass None for a size that suits the device")
         if self.chunk_tokens % self.block_size:
             rule = f"be a multiple of block_size = {self.block_size}"
             raise InvalidInput(must("chunk_tokens", rule, self.chunk_tokens, "change either"))
@@ -237,7 +233,8 @@ class DecodeEngine:
         for state in states:
             self._check(state, known)
             known.add(state.id)
-        cached = [state for state in states if state.kv is not None and state.num_cached]
+        states = [state if state.num_cached else replace(state, kv=None) for state in states]  # no token, no cache
+        cached = [state for state in states if state.kv is not None]
         need = sum(self.layout.blocks(state.num_cached) for state in cached)
         room = self.config.tiers[0] - len(self._running)
         if need > self.cache.num_free or len(cached) > room:
@@ -246,7 +243,7 @@ class DecodeEngine:
         started: list[_Live] = []
         for state in states:
             live = _Live.of(state)
-            if state.kv is not None and state.num_cached:
+            if state.kv is not None:
                 live.blocks = self.cache.take(self.layout.blocks(state.num_cached))
                 for layer, content in enumerate(state.kv):
                     self.cache.write(layer, live.blocks, content)
