@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.lengths import draw
 from equipoise import StepPlan, StepSpec, plan_step
-from equipoise.plan.spec import Composition
+from equipoise.planning.step.spec import Composition
 
 DRAWN = ("lognormal", "bimodal", "thinking")
 ROWS, DP_SIZE, STEPS = 1024, 16, 4

@@ -169,8 +169,8 @@ def _rank(rank: int, job: Job, news: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from equipoise.rollout.hf import DecodeConfig, DecodeEngine
-    from equipoise.rollout.rebalancer import RebalancerConfig, RolloutRebalancer
+    from equipoise.rollout.decode import DecodeConfig, DecodeEngine
+    from equipoise.rollout.transfer.rebalancer import RebalancerConfig, RolloutRebalancer
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)

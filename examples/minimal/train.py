@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 import equipoise as eq
-from equipoise.engine.device import device_name, ensure_process_group, local_device
+from equipoise.training.engine.device import device_name, ensure_process_group, local_device
 from examples.minimal import losses
 from examples.minimal.processes import end_with_parent, quiet
 from examples.minimal.record import Record, claim

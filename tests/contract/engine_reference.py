@@ -15,8 +15,8 @@ from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, LlamaConfig, Qwen2Config
 
 from equipoise import LossDenominators, PolicyConfig, PolicyInputs, agg_loss, policy_loss, policy_losses
-from equipoise.engine.config import OptimizerConfig
-from equipoise.loss.metrics import AnyMetric, Metric
+from equipoise.training.engine.config import OptimizerConfig
+from equipoise.training.loss.metrics import AnyMetric, Metric
 
 VOCABULARY = 37
 LENGTHS = (5, 9, 3, 12, 7, 4, 11, 6)

@@ -25,9 +25,9 @@ from tensordict import TensorDict
 from torch.multiprocessing.spawn import start_processes
 
 import equipoise as eq
-from equipoise.engine import BaseEngine, EngineConfig, EngineOutput, checkpoint, engines, prepare_micro_batches
 from equipoise.errors import EquipoiseError
-from equipoise.loss.metrics import reduce_metrics
+from equipoise.training.engine import BaseEngine, EngineConfig, EngineOutput, checkpoint, engines, prepare_micro_batches
+from equipoise.training.loss.metrics import reduce_metrics
 from tests.contract import engine_reference as ref
 
 BACKENDS = ("ddp", "fsdp2")
@@ -568,7 +568,7 @@ if __name__ == "__main__":
     where = sys.argv[1]
     torch.set_num_threads(1)
     ref.hf_model("llama").save_pretrained(f"{where}/model")
-    for name in ("equipoise.engine.ddp", "equipoise.engine.fsdp2"):
+    for name in ("equipoise.training.engine.ddp", "equipoise.training.engine.fsdp2"):
         __import__(name)
     for size in (1, 2, 4):
         start_processes(main, args=(size, where, free_port()), nprocs=size, start_method="fork")

@@ -21,13 +21,13 @@ import torch.distributed as dist
 import transformers
 
 import equipoise as eq
-from equipoise.rollout.hf import DecodeConfig, DecodeEngine
-from equipoise.rollout.rebalance import plan_rebalance
-from equipoise.rollout.rebalancer import RebalancerConfig, RolloutRebalancer
-from equipoise.rollout.requests import Move
+from equipoise.rollout.decode import DecodeConfig, DecodeEngine
+from equipoise.rollout.policy.moves import plan_rebalance
+from equipoise.rollout.policy.requests import Move
 from equipoise.rollout.transfer import RequestState, Sampling
 from equipoise.rollout.transfer.channel import Channel, RankLost
 from equipoise.rollout.transfer.exchange import exchange, gather_tables
+from equipoise.rollout.transfer.rebalancer import RebalancerConfig, RolloutRebalancer
 
 VOCAB = 97
 TIERS = (8, 4, 2)

@@ -89,7 +89,7 @@ from pathlib import Path
 import torch
 from torch.nn.utils import parameters_to_vector
 import equipoise as eq
-from equipoise.engine import EngineOutput
+from equipoise.training.engine import EngineOutput
 
 
 class BigramEngine(eq.BaseEngine):

@@ -33,7 +33,7 @@ import matplotlib.backends.backend_agg, matplotlib.figure, reasoning_gym
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from transformers import LlamaForCausalLM
-from equipoise.engine import ddp, fsdp2
+from equipoise.training.engine import ddp, fsdp2
 from examples.minimal.processes import end_with_parent, quiet
 from examples.minimal.settings import CONF, Settings
 from examples.minimal.train import Trainer

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import equipoise as eq
-from equipoise.loss.metrics import AnyMetric
+from equipoise.training.loss.metrics import AnyMetric
 from tests.numerics.loss_plain import Settings
 from tests.numerics.loss_rig import Layout, count, lay_out, make_rows, make_table, share, tensors
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import equipoise as eq
-from equipoise.loss.metrics import AnyMetric
+from equipoise.training.loss.metrics import AnyMetric
 from tests.numerics.loss_plain import Plain, Row, Settings, log_probabilities
 
 VOCABULARY = 5

@@ -18,8 +18,8 @@ import torch
 import transformers
 
 from equipoise.errors import InvalidInput
-from equipoise.rollout.hf import DecodeConfig, DecodeEngine, proof
-from equipoise.rollout.hf.sampling import draw, uniform
+from equipoise.rollout.decode import DecodeConfig, DecodeEngine, proof
+from equipoise.rollout.decode.sampling import draw, uniform
 from equipoise.rollout.transfer import RequestState, Sampling
 
 VOCAB = 61

@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from equipoise.engine.log_probs import IGNORE, default_chunk_tokens, next_token_labels, token_log_probs
 from equipoise.errors import InvalidInput
+from equipoise.training.engine.log_probs import IGNORE, default_chunk_tokens, next_token_labels, token_log_probs
 
 TOKENS, VOCAB, WIDTH = 23, 37, 5
 MIB = 2**20

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import equipoise as eq
-from equipoise.loss import aggregation
+from equipoise.training.loss import aggregation
 
 ROWS, WIDTH = 12, 9
 HORIZON = 16.0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import equipoise as eq
-from equipoise.loss import aggregation
+from equipoise.training.loss import aggregation
 from tests.numerics.loss_plain import Plain, Settings, plain_step
 from tests.numerics.loss_rig import (
     Layout,

@@ -12,7 +12,7 @@ import scipy.optimize
 
 import equipoise as eq
 from equipoise._arrays import FloatArray, IntArray
-from equipoise.partition.bounds import mini_batch_bound
+from equipoise.planning.partition.bounds import mini_batch_bound
 
 optimize: Any = scipy.optimize  # its stubs are partial
 NUM_CASES = 200

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from equipoise.engine import _kernels, attention
-from equipoise.engine.attention import PackedRows, packed
 from equipoise.errors import InvalidInput
+from equipoise.training.engine import _kernels, attention
+from equipoise.training.engine.attention import PackedRows, packed
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # transformers' models are typed in part only.

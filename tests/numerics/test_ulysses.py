@@ -19,10 +19,11 @@ import torch.distributed as dist
 import transformers
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from equipoise.engine import attention, ulysses
-from equipoise.engine.attention import packed
-from equipoise.engine.log_probs import IGNORE, next_token_labels, token_log_probs
-from equipoise.engine.ulysses import (
+from equipoise.errors import InvalidInput
+from equipoise.training.engine import attention, ulysses
+from equipoise.training.engine.attention import packed
+from equipoise.training.engine.log_probs import IGNORE, next_token_labels, token_log_probs
+from equipoise.training.engine.ulysses import (
     check_heads,
     exchange,
     gather_heads,
@@ -32,7 +33,6 @@ from equipoise.engine.ulysses import (
     sharded,
     sp_size,
 )
-from equipoise.errors import InvalidInput
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # transformers' models are typed in part only.

@@ -13,7 +13,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from equipoise import EquipoiseWarning, InfeasiblePlan, StepPlan, StepSpec, plan_step
-from equipoise.partition.shares import level_shares, share_out
+from equipoise.planning.partition.shares import level_shares, share_out
 from tests.plan_checker import REL, check_plan
 
 QUICK = settings(max_examples=100, deadline=None, derandomize=True)

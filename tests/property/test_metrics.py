@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import equipoise as eq
-from equipoise.loss.metrics import AnyMetric, MaxMetric
+from equipoise.training.loss.metrics import AnyMetric, MaxMetric
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 NUMBERS = st.floats(-1e3, 1e3)

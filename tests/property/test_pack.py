@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import equipoise as eq
-from equipoise.partition.pack import fewest_groups, pack_metrics, packers
+from equipoise.planning.partition.pack import fewest_groups, pack_metrics, packers
 
 ALGORITHMS = sorted(packers)
 optimize: Any = scipy.optimize  # its stubs are partial

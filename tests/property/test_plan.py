@@ -16,7 +16,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from equipoise import EquipoiseWarning, InfeasiblePlan, StepPlan, StepSpec, plan_step
-from equipoise.plan.makeup import rank_rows
+from equipoise.planning.step.composition import rank_rows
 from tests.plan_checker import REL, check_plan, incoming_is_legal
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)

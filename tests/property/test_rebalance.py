@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import equipoise as eq
 from equipoise._arrays import IntArray
-from equipoise.rollout.group import Group, gather
-from equipoise.rollout.requests import as_moves
-from equipoise.rollout.victims import fit, pick
-from equipoise.rollout.worth import saved_seconds
+from equipoise.rollout.policy.holdings import Group, gather
+from equipoise.rollout.policy.requests import as_moves
+from equipoise.rollout.policy.victims import fit, pick
+from equipoise.rollout.policy.worth import saved_seconds
 
 
 @dataclass(frozen=True)

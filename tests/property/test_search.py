@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise import StepSpec, TokenCost, plan_step
-from equipoise.partition.board import Boards, Moves, Rules
-from equipoise.partition.refine import even_out_loads, fit_cap, polish
-from equipoise.plan import search, starts
-from equipoise.plan.layout import Layout, MiniBatch
-from equipoise.plan.limits import roomiest
-from equipoise.plan.makeup import rank_rows
+from equipoise.planning.partition.board import Boards, Moves, Rules
+from equipoise.planning.partition.refine import even_out_loads, fit_cap, polish
+from equipoise.planning.step import search, starts
+from equipoise.planning.step.composition import rank_rows
+from equipoise.planning.step.layout import Layout, MiniBatch
+from equipoise.planning.step.limits import roomiest
 
 QUICK = settings(max_examples=150, deadline=None, derandomize=True)
 IntArray = npt.NDArray[np.int64]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import equipoise as eq
-from equipoise.engine import MicroBatches, prepare_micro_batches
-from equipoise.engine.packing import PackedRow
 from equipoise.errors import InfeasiblePlan, InvalidInput
+from equipoise.training.engine import MicroBatches, prepare_micro_batches
+from equipoise.training.engine.packing import PackedRow
 
 
 def rows(lengths: list[int]) -> TensorDict:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-import equipoise.engine
-from equipoise.engine import BaseEngine, EngineConfig, EngineRegistry, MissingPackage, OptimizerConfig, engines
-from equipoise.engine.base import PassOptions, WrongState
-from equipoise.engine.device import local_device
+import equipoise.training.engine
 from equipoise.errors import DuplicateName, InvalidInput, UnknownName
+from equipoise.training.engine import BaseEngine, EngineConfig, EngineRegistry, MissingPackage, OptimizerConfig, engines
+from equipoise.training.engine.base import PassOptions, WrongState
+from equipoise.training.engine.device import local_device
 
 
 def made(name: str) -> Any:
@@ -85,7 +85,7 @@ def test_a_duplicate_is_refused_and_adds_nothing(registry: EngineRegistry) -> No
     assert registry.entries() == before
 
 
-@pytest.mark.parametrize("engine", ["equipoise.engine.ddp", int])
+@pytest.mark.parametrize("engine", ["equipoise.training.engine.ddp", int])
 def test_only_engines_are_registered(registry: EngineRegistry, engine: Any) -> None:
     with pytest.raises(InvalidInput, match="must be a"):
         registry.register(engine, model_type="language_model", backend="mine", device="cpu")
@@ -125,7 +125,7 @@ def test_a_registered_string_must_lead_to_an_engine(target: str, error: type[Exc
 
 def test_the_packages_own_engines_are_listed_before_they_are_imported() -> None:
     code = (
-        "import json, sys; from equipoise.engine import engines; rows = engines.entries();"
+        "import json, sys; from equipoise.training.engine import engines; rows = engines.entries();"
         "print(json.dumps([len(rows), 'transformers' in sys.modules]))"
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
@@ -242,5 +242,5 @@ def test_a_cosine_ends_at_its_share() -> None:
 
 
 def test_every_exported_name_is_there() -> None:
-    for name in equipoise.engine.__all__:
-        assert getattr(equipoise.engine, name) is not None
+    for name in equipoise.training.engine.__all__:
+        assert getattr(equipoise.training.engine, name) is not None

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from equipoise import InfeasiblePlan, InvalidInput, StepPlan, StepSpec, plan_step
-from equipoise.partition.shares import share_out
+from equipoise.planning.partition.shares import share_out
 from tests.plan_checker import check_plan
 from tests.property.test_groups import check_groups
 

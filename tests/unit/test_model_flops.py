@@ -13,7 +13,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 import equipoise as eq
-from equipoise.workload.model_flops import model_flops
+from equipoise.planning.workload.model_flops import model_flops
 
 SMALL: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8, "vocab_size": 1000}
 SHAPES: dict[str, Any] = {

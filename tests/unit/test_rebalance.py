@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import equipoise as eq
-from equipoise.rollout.victims import quotas
+from equipoise.rollout.policy.victims import quotas
 
 
 def requests(rank: int, *kv_tokens: int, left: float | None = None) -> list[eq.Request]:

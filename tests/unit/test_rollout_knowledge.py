@@ -9,11 +9,11 @@ import pytest
 
 from equipoise.config import RolloutConfig
 from equipoise.errors import InvalidInput
-from equipoise.rollout.rebalance import plan_rebalance
-from equipoise.rollout.rebalancer_config import RebalancerConfig
-from equipoise.rollout.rebalancer_knowledge import Knowledge
-from equipoise.rollout.requests import Move
+from equipoise.rollout.policy.moves import plan_rebalance
+from equipoise.rollout.policy.requests import Move
 from equipoise.rollout.transfer import EngineFacts, KVLayout
+from equipoise.rollout.transfer.config import RebalancerConfig
+from equipoise.rollout.transfer.knowledge import Knowledge
 from equipoise.rollout.transfer.wire import Row, Table
 
 TIERS = (8, 4, 2)

@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from equipoise.errors import InvalidInput
-from equipoise.rollout.hf import DecodeConfig, DecodeEngine, sampling
-from equipoise.rollout.hf import engine as engine_module
+from equipoise.rollout.decode import DecodeConfig, DecodeEngine, sampling
+from equipoise.rollout.decode import engine as engine_module
 from equipoise.rollout.transfer import RequestState, Sampling
 from equipoise.trainer_hooks.verl_on_cpu.attention import NAME, register, row_lengths
 from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_environment, cpu_overrides

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from equipoise import InvalidInput, StepSpec, TokenCost, TransformerCost, plan_step
-from equipoise.workload import as_lengths, row_costs
+from equipoise.planning.workload import as_lengths, row_costs
 
 LONG = [0, 1, 35_654, 35_655, 35_656, 46_341, 65_536, 92_682, 131_072, 262_144, 999_999, 1_000_000]
 

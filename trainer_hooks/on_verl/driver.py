@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from equipoise.config import EquipoiseConfig
 from equipoise.errors import InfeasiblePlan, InvalidConfig, InvalidInput, must
-from equipoise.plan import StepPlan, plan_step, required_batch_multiple
+from equipoise.planning.step import StepPlan, plan_step, required_batch_multiple
+from equipoise.planning.workload import FittedCost
 from equipoise.trainer_hooks.on_verl import _patches
 from equipoise.trainer_hooks.on_verl.record import Recorder
 from equipoise.trainer_hooks.on_verl.refit import OnlineFit, measured_calls
@@ -37,7 +38,6 @@ from equipoise.trainer_hooks.on_verl.settings import (
     stage_settings,
 )
 from equipoise.trainer_hooks.on_verl.wire import encode, wire_of, wire_of_counts
-from equipoise.workload import FittedCost
 
 IntArray = npt.NDArray[np.int64]
 logger = logging.getLogger("equipoise")

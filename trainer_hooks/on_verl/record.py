@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise.errors import InvalidConfig, must
-from equipoise.plan import StepPlan
-from equipoise.workload import CostModel, FittedCost, TransformerCost
+from equipoise.planning.step import StepPlan
+from equipoise.planning.workload import CostModel, FittedCost, TransformerCost
 
 
 class Recorder:

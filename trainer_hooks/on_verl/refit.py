@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.plan import StepPlan
-from equipoise.workload import CostModel, FittedCost
+from equipoise.planning.step import StepPlan
+from equipoise.planning.workload import CostModel, FittedCost
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

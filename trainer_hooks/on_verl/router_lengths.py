@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate
 
-from equipoise.rollout.expect import LengthModel
+from equipoise.rollout.policy.lengths import LengthModel
 
 _RECENT = 512  # responses of the run that are remembered
 _OF_PROMPT = 16  # and of one prompt
@@ -17,11 +17,11 @@ _SHARE_OF_LIMIT = 4  # long-tailed responses have a mean of about a quarter of t
 class ExpectedLengths:
     """Of responses that have not started, and of those that run.
 
-    Before it starts, a response is expected as :class:`~equipoise.rollout.expect.LengthModel` says, if its prompt was
-    answered before; else to be as long as the run's last responses, and before the first of these a quarter of the
-    limit. While it runs, what it has still to go is the mean of what longer responses had to go from there: those of
-    its prompt, or, if there are none, of the run; a router compares requests that were alike when they came, and for
-    that a mean that forgets how far they are is not enough.
+    Before it starts, a response is expected as :class:`~equipoise.rollout.policy.lengths.LengthModel` says, if its
+    prompt was answered before; else to be as long as the run's last responses, and before the first of these a
+    quarter of the limit. While it runs, what it has still to go is the mean of what longer responses had to go from
+    there: those of its prompt, or, if there are none, of the run; a router compares requests that were alike when
+    they came, and for that a mean that forgets how far they are is not enough.
 
     Args:
         limit: tokens of a response at most.

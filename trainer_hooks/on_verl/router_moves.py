@@ -7,9 +7,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from statistics import median
 
 from equipoise.config import RolloutConfig
-from equipoise.rollout.rebalance import VICTIMS, plan_rebalance
-from equipoise.rollout.requests import Move, Request
-from equipoise.rollout.step_time import StepTime
+from equipoise.rollout.policy.moves import VICTIMS, plan_rebalance
+from equipoise.rollout.policy.requests import Move, Request
+from equipoise.rollout.policy.step_time import StepTime
 from equipoise.trainer_hooks.on_verl.router_ledger import Held
 
 _ENOUGH = 3  # measured requests of a tier
@@ -18,7 +18,7 @@ _HYSTERESIS = 0.1  # share of the time to the end that a plan must save: lengths
 
 
 class MovePlanner:
-    """Plans with :func:`equipoise.rollout.rebalance.plan_rebalance`, from what a router sees.
+    """Plans with :func:`equipoise.rollout.policy.moves.plan_rebalance`, from what a router sees.
 
     A router sees requests come and go, not decode steps. The seconds of a step are those between two tokens of a
     request; the tier that they belong to is that of the mean number of requests beside it.

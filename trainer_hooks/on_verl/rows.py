@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from equipoise.plan import StepPlan
-from equipoise.workload import CostModel
+from equipoise.planning.step import StepPlan
+from equipoise.planning.workload import CostModel
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

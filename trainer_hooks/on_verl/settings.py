@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from equipoise.config import EquipoiseConfig
 from equipoise.errors import InvalidConfig, must
-from equipoise.plan import StepSpec
-from equipoise.workload import CostModel, TokenCost, TransformerCost
+from equipoise.planning.step import StepSpec
+from equipoise.planning.workload import CostModel, TokenCost, TransformerCost
 
 logger = logging.getLogger("equipoise")
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from equipoise.errors import InvalidInput, must
-from equipoise.plan import StepPlan
+from equipoise.planning.step import StepPlan
 
 IntArray = npt.NDArray[np.int64]
 

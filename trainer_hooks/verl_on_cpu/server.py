@@ -41,7 +41,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.replica import TokenOutput
 
 from equipoise.errors import InvalidInput, must
-from equipoise.rollout.hf import DecodeConfig, DecodeEngine
+from equipoise.rollout.decode import DecodeConfig, DecodeEngine
 from equipoise.rollout.transfer import RequestState
 from equipoise.trainer_hooks.verl_on_cpu.patches import KV_BYTES_KEY
 from equipoise.trainer_hooks.verl_on_cpu.request import Limits, read_request

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from equipoise.errors import InvalidInput
-from equipoise.rollout.hf import DecodeEngine
+from equipoise.rollout.decode import DecodeEngine
 from equipoise.rollout.transfer import RequestState
 
 T = TypeVar("T")

@@ -10,10 +10,10 @@ import numpy as np
 from equipoise._arrays import IntArray, counts, iota
 from equipoise.report.rollout_sim.decode import Policy, Snapshot
 from equipoise.report.rollout_sim.setting import Responses, Setting
-from equipoise.rollout.expect import expected_remaining
-from equipoise.rollout.group import NO_LIMIT, Group
-from equipoise.rollout.rebalance import Terms, lower_tiers, plan_group
-from equipoise.rollout.spread import spread_siblings
+from equipoise.rollout.policy.holdings import NO_LIMIT, Group
+from equipoise.rollout.policy.lengths import expected_remaining
+from equipoise.rollout.policy.moves import Terms, lower_tiers, plan_group
+from equipoise.rollout.policy.spread import spread_siblings
 
 Placement = Callable[[Responses, Setting], IntArray]
 

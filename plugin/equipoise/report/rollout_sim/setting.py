@@ -8,8 +8,8 @@ import numpy as np
 
 from equipoise._arrays import IntArray
 from equipoise.errors import InvalidInput, must
-from equipoise.rollout.step_time import StepTime
-from equipoise.rollout.worth import TransferCost
+from equipoise.rollout.policy.step_time import StepTime
+from equipoise.rollout.policy.worth import TransferCost
 
 RECIPE = "https://gitcode.com/cann/cann-recipes-train: docs/features/rollout_rebalance.md and docs/llm_rl"
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from equipoise.errors import EquipoiseError, InvalidInput, must
-from equipoise.rollout.requests import Move
+from equipoise.rollout.policy.requests import Move
 from equipoise.rollout.transfer import wire
 from equipoise.rollout.transfer.channel import Channel, RankLost
 from equipoise.rollout.transfer.state import KVLayout, MovableEngine, RequestState

@@ -1,0 +1,171 @@
+"""``partition``: weights into k parts by a named algorithm, its input checked and its groups kept whole."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from equipoise._arrays import FloatArray, IntArray, counts, sums
+from equipoise._checks import as_vector, positive
+from equipoise.errors import InfeasiblePlan, InvalidInput, must
+from equipoise.planning.partition import greedy, karmarkar_karp
+from equipoise.planning.partition.board import Boards, Rules
+from equipoise.planning.partition.refine import even_out_loads, polish
+from equipoise.registry import Registry
+
+
+class Partitioner(Protocol):
+    """Divides checked weights."""
+
+    def __call__(self, weights: FloatArray, k: int, *, equal_size: bool) -> IntArray:
+        """Part of each row, shape (n,); with ``equal_size`` n is a multiple of k and each part gets n / k rows."""
+        ...
+
+
+partitioners: Registry[Partitioner] = Registry("partitioner")
+
+
+@partitioners.decorator("kk")
+def karmarkar_karp_partition(weights: FloatArray, k: int, *, equal_size: bool) -> IntArray:
+    """Karmarkar-Karp largest differencing."""
+    return karmarkar_karp.equal_size(weights, k) if equal_size else karmarkar_karp.free_size(weights, k)
+
+
+@partitioners.decorator("lpt")
+def lpt_partition(weights: FloatArray, k: int, *, equal_size: bool) -> IntArray:
+    """Longest processing time first."""
+    limits = np.full(k, weights.size // k) if equal_size else None
+    return greedy.longest_first(weights, k, max_rows=limits)
+
+
+@partitioners.decorator("refined")
+def refined_partition(weights: FloatArray, k: int, *, equal_size: bool) -> IntArray:
+    """The better of "kk" and "lpt" after a search over swaps and, with free sizes, moves. Never worse than either."""
+    if k == 1:
+        return np.zeros(weights.size, dtype=np.int64)
+    starts = np.stack([partitioners[name](weights, k, equal_size=equal_size) for name in ("kk", "lpt")])
+    cost = np.repeat(weights[None, :], len(starts), axis=0)
+    boards = Boards(cost, np.zeros(cost.shape, dtype=np.int64), starts, num_ranks=k, num_columns=1)
+    rules = Rules(moves="none" if equal_size else "any")
+    before = boards.lockstep()
+    even_out_loads(boards, rules, tolerance=1e-6)
+    polish(boards, rules)
+    after = boards.lockstep()
+    found = np.where((after <= before)[:, None], boards.cell, starts)
+    return found[int(np.minimum(after, before).argmin())]
+
+
+def partition(
+    weights: Any, k: int, *, algorithm: str = "refined", equal_size: bool = False, group_ids: Any = None
+) -> list[IntArray]:
+    """Divide rows into k parts of nearly equal weight.
+
+    Args:
+        weights: one number of at least 0 per row, shape (n,).
+        k: number of parts, at most n (at most the number of groups with ``group_ids``).
+        algorithm: a name of :data:`partitioners`: "refined", "kk" or "lpt".
+        equal_size: each part gets n / k rows; n must be a multiple of k.
+        group_ids: shape (n,); rows of one id stay in one part.
+
+    Returns:
+        k integer arrays of row ids, rising within a part, none empty; every row once.
+
+    Raises:
+        InvalidInput: a weight is negative, NaN or infinite, k is out of range, or a shape does not fit.
+        InfeasiblePlan: groups cannot be kept whole in parts of equal size.
+        UnknownName: no such algorithm.
+
+    >>> [part.tolist() for part in partition([8, 7, 6, 5, 4], 2)]
+    [[0, 1], [2, 3, 4]]
+
+    """
+    values = checked_weights(weights)
+    _check_parts(values.size, k, equal_size=equal_size)
+    if group_ids is None:
+        part = _divide(algorithm, values, k, equal_size=equal_size)
+    else:
+        part = _divide_groups(algorithm, values, k, equal_size=equal_size, group_ids=group_ids)
+    order = np.argsort(part, kind="stable")
+    parts = np.split(order, np.cumsum(counts(part, k))[:-1])
+    return sorted(parts, key=lambda rows: int(rows[0]))
+
+
+def checked_weights(weights: Any) -> FloatArray:
+    """Weights as float64, shape (n,).
+
+    Raises:
+        InvalidInput: empty, not one-dimensional, no numbers, negative, NaN or infinite.
+    """
+    values = as_vector("weights", weights, "pass one weight per row")
+    if values.size == 0:
+        raise InvalidInput(must("weights", "hold at least one row", [], "skip the step when the batch is empty"))
+    if values.dtype.kind not in "iufb":
+        raise InvalidInput(must("weights", "be numbers", str(values.dtype), "pass one weight per row"))
+    values = values.astype(np.float64)
+    wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))
+    if wrong.size:
+        row = int(wrong[0])
+        raise InvalidInput(
+            must(f"weights[{row}]", "be finite and at least 0", float(values[row]), "check the lengths or cost model")
+        )
+    return values
+
+
+def _check_parts(n: int, k: int, *, equal_size: bool) -> None:
+    positive("k", k, "pass the number of parts")
+    if k > n:
+        raise InvalidInput(must("k", f"be at most the number of rows, {n}", k, f"use k <= {n} or add padding rows"))
+    if equal_size and n % k:
+        raise InfeasiblePlan(
+            must(
+                "the number of rows",
+                f"be a multiple of k = {k} with equal_size=True",
+                n,
+                f"pad to {n + k - n % k} rows or pass equal_size=False",
+            )
+        )
+
+
+def _divide(algorithm: str, values: FloatArray, k: int, *, equal_size: bool) -> IntArray:
+    part = partitioners[algorithm](values, k, equal_size=equal_size)
+    size = counts(part, k)
+    if size.size > k or size.min() < 1 or (equal_size and size.max() > values.size // k):
+        raise InvalidInput(
+            must(
+                f"partitioner {algorithm!r}",
+                f"give {values.size} rows {k} parts, none empty",
+                size.tolist(),
+                "return the part of each row",
+            )
+        )
+    return part
+
+
+def _divide_groups(algorithm: str, values: FloatArray, k: int, *, equal_size: bool, group_ids: Any) -> IntArray:
+    """Groups, numbered as they arrive, are divided as rows of their total weight."""
+    ids = as_vector("group_ids", group_ids, "pass one id per row")
+    if ids.shape != values.shape:
+        raise InvalidInput(must("group_ids", f"have shape {values.shape}", ids.shape, "pass one id per row"))
+    number: dict[Any, int] = {}
+    group = np.array([number.setdefault(name, len(number)) for name in ids.tolist()], dtype=np.int64)
+    if k > len(number):
+        raise InfeasiblePlan(
+            must(
+                "k",
+                f"be at most the number of groups, {len(number)}",
+                k,
+                f"use k <= {len(number)} or do not keep groups whole",
+            )
+        )
+    size = counts(group, len(number))
+    if equal_size and ((size != size[0]).any() or size.size % k):
+        raise InfeasiblePlan(
+            must(
+                "group_ids",
+                f"form groups of one size, a multiple of k = {k} of them, with equal_size=True",
+                f"{size.size} groups of {int(size.min())} to {int(size.max())} rows",
+                "pass equal_size=False",
+            )
+        )
+    return _divide(algorithm, sums(group, values, size.size), k, equal_size=equal_size)[group]

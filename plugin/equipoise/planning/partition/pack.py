@@ -1,0 +1,311 @@
+"""``pack``: rows into as few capped groups as needed, then evenly.
+
+The contract is that of AReaL's micro-batch specification: at least ``min_groups`` groups, a multiple of ``multiple``,
+none above the capacity.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from equipoise._arrays import FloatArray, IntArray, counts, int_sums, sums
+from equipoise._checks import as_lengths, positive
+from equipoise.errors import EquipoiseWarning, InfeasiblePlan, InvalidInput, must, nearest
+from equipoise.planning.partition import karmarkar_karp
+from equipoise.planning.partition.board import Boards, Rules
+from equipoise.planning.partition.divide import checked_weights
+from equipoise.planning.partition.refine import even_out_loads, fit_cap, polish
+from equipoise.registry import Registry
+
+
+class Packer(Protocol):
+    """Fills groups under a cap."""
+
+    def __call__(self, tokens: IntArray, weights: FloatArray, capacity: int, least: int, multiple: int) -> IntArray:
+        """Group of each row, shape (n,): at least ``least`` groups, a multiple of ``multiple``, none empty."""
+        ...
+
+
+packers: Registry[Packer] = Registry("packer")
+
+
+def pack(
+    lengths: Any,
+    *,
+    capacity: int,
+    min_groups: int = 1,
+    multiple: int = 1,
+    algorithm: str = "refined",
+    weights: Any = None,
+    oversize: Literal["error", "alone"] = "error",
+) -> list[IntArray]:
+    """Fill groups of at most ``capacity`` tokens.
+
+    Args:
+        lengths: tokens of each row, shape (n,).
+        capacity: the most tokens of a group.
+        min_groups: the fewest groups.
+        multiple: the number of groups is a multiple of it.
+        algorithm: "ffd" (first fit decreasing), "kk" (largest differencing into more and more groups, first fit where
+            that takes fewer) or "refined" (the fewest groups that a search finds, then evened out).
+        weights: what "kk" and "refined" even out, shape (n,); the lengths if None.
+        oversize: a row above the capacity is an "error", or a group of its own ("alone", with a warning).
+
+    Returns:
+        Integer arrays of row ids, rising within a group, the groups by their first row.
+
+    Raises:
+        InvalidInput: an argument breaks its rule.
+        InfeasiblePlan: a row above the capacity, or more groups asked for than there are rows.
+        UnknownName: no such algorithm.
+
+    >>> [group.tolist() for group in pack([5, 4, 3, 3], capacity=8)]
+    [[0, 2], [1, 3]]
+    """
+    tokens = as_lengths(lengths)
+    cap = min(positive("capacity", capacity, "pass the tokens that a group may hold"), 2**62)
+    least = positive("min_groups", min_groups, "use 1 for as few as fit")
+    step = positive("multiple", multiple, "use 1 for any number")
+    values = tokens.astype(np.float64) if weights is None else checked_weights(weights)
+    if values.shape != tokens.shape:
+        raise InvalidInput(must("weights", f"have shape {tokens.shape}", values.shape, "pass one weight per row"))
+    packer = packers[algorithm]
+    _check_oversize(tokens, cap, oversize)
+    group = packer(tokens, values, cap, round_up(least, step), step)
+    order = np.argsort(group, kind="stable")
+    parts = np.split(order, np.cumsum(counts(group, int(group.max()) + 1))[:-1])
+    return sorted(parts, key=lambda rows: int(rows[0]))
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The least multiple that is at least ``count``."""
+    return -(-count // multiple) * multiple
+
+
+def fewest_groups(tokens: IntArray, capacity: int) -> int:
+    """A number of groups below which no packing fits.
+
+    Rows above half the capacity stand alone; more generally rows of at least a length fill groups with no row of more
+    than the rest (the bound L2 of S. Martello and P. Toth, Knapsack Problems, 1990, section 8.3).
+    """
+    over = int((tokens > capacity).sum())
+    rest = np.sort(tokens[tokens <= capacity])
+    if not rest.size:
+        return over
+    upto: IntArray = np.concatenate([np.zeros(1, dtype=np.int64), np.asarray(np.cumsum(rest), dtype=np.int64)])
+    best = -(-int(upto[-1]) // capacity)
+    half = int(np.searchsorted(rest, capacity // 2, side="right"))  # rows from here on are above half
+    smalls: list[int] = [0, *np.unique(rest[:half]).tolist()]
+    for small in smalls:
+        large = int(np.searchsorted(rest, capacity - small, side="right"))
+        first = int(np.searchsorted(rest, small, side="left"))
+        middle = int(upto[large] - upto[half])
+        between = int(upto[half] - upto[first])
+        room = (large - half) * capacity - middle
+        groups = rest.size - half + max(0, -(-(between - room) // capacity))
+        best = max(best, groups)
+    return over + best
+
+
+def _check_oversize(tokens: IntArray, capacity: int, oversize: str) -> None:
+    if oversize not in ("error", "alone"):
+        options = ("error", "alone")
+        raise InvalidInput(must("oversize", f"be one of {list(options)}", oversize, nearest(str(oversize), options)))
+    row = int(tokens.argmax())
+    if int(tokens[row]) <= capacity:
+        return
+    text = must(
+        f"lengths[{row}]",
+        f"be at most capacity = {capacity}",
+        int(tokens[row]),
+        f'raise capacity to {int(tokens[row])}, shorten the row, or pass oversize="alone"',
+    )
+    if oversize == "error":
+        raise InfeasiblePlan(text)
+    warnings.warn(f"{text}; it gets a group of its own", EquipoiseWarning, stacklevel=3)
+
+
+def _check_groups(groups: int, rows: int, multiple: int) -> None:
+    if groups > rows:
+        raise InfeasiblePlan(
+            must(
+                "the number of groups",
+                f"be at most the number of rows, {rows}, so that none is empty",
+                groups,
+                f"raise capacity, or lower min_groups or multiple = {multiple}",
+            )
+        )
+
+
+def first_fit(tokens: IntArray, capacity: int) -> IntArray:
+    """Group of each row: rows in falling length, each to the first group with room."""
+    group = np.empty(tokens.size, dtype=np.int64)
+    room = np.empty(tokens.size, dtype=np.int64)
+    used = 0
+    for row in np.argsort(-tokens, kind="stable").tolist():
+        length = int(tokens[row])
+        fits = np.flatnonzero(room[:used] >= length)
+        if fits.size:
+            to = int(fits[0])
+        else:
+            to, used = used, used + 1
+            room[to] = capacity
+        group[row] = to
+        room[to] -= length
+    return group
+
+
+def _best_fit(tokens: IntArray, capacity: int) -> IntArray:
+    """Group of each row: rows in falling length, each to the fullest group with room."""
+    group = np.empty(tokens.size, dtype=np.int64)
+    room = np.empty(tokens.size, dtype=np.int64)
+    used = 0
+    for row in np.argsort(-tokens, kind="stable").tolist():
+        length = int(tokens[row])
+        left = np.where(room[:used] >= length, room[:used], np.iinfo(np.int64).max)
+        to = int(left.argmin()) if used else 0
+        if not used or left[to] == np.iinfo(np.int64).max:
+            to, used = used, used + 1
+            room[to] = capacity
+        group[row] = to
+        room[to] -= length
+    return group
+
+
+def _widest_room(tokens: IntArray, weights: FloatArray, capacity: int, groups: int) -> IntArray | None:
+    """Group of each row: the heaviest first, each to the lightest group with room; None if one finds none."""
+    group = np.empty(tokens.size, dtype=np.int64)
+    room = np.full(groups, capacity, dtype=np.int64)
+    load = np.zeros(groups)
+    for row in np.lexsort((-weights, -tokens)).tolist():
+        length = int(tokens[row])
+        fits = (room >= length) | (room == capacity)  # an oversized row opens a group
+        if not fits.any():
+            return None
+        to = int(np.where(fits, load, np.inf).argmin())
+        group[row] = to
+        room[to] -= length
+        load[to] += weights[row]
+    return group if counts(group, groups).min() > 0 else None
+
+
+@packers.decorator("ffd")
+def ffd(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multiple: int) -> IntArray:
+    """First fit decreasing; where more groups are asked for, the rows are spread over them, the longest first."""
+    group = first_fit(tokens, capacity)
+    needed = int(group.max()) + 1
+    groups = round_up(max(needed, least), multiple)
+    _check_groups(groups, tokens.size, multiple)
+    if groups == needed:
+        return group
+    spread = _widest_room(tokens, tokens.astype(np.float64), capacity, groups)
+    return spread if spread is not None else _split_to(group, tokens, groups)
+
+
+@packers.decorator("kk")
+def kk(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multiple: int) -> IntArray:
+    """Largest differencing into more and more groups until all fit; first fit decreasing where that takes fewer."""
+    fallback = ffd(tokens, weights, capacity, least, multiple)
+    limit = int(fallback.max()) + 1
+    groups = round_up(max(fewest_groups(tokens, capacity), least), multiple)
+    while groups <= limit:
+        group = karmarkar_karp.free_size(weights, groups)
+        if counts(group, groups).min() > 0 and not _breaks(group, tokens, capacity, groups):
+            return group
+        groups += multiple
+    return fallback
+
+
+@packers.decorator("refined")
+def refined(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multiple: int) -> IntArray:
+    """The fewest groups that first fit, best fit or a search for room find, then evened out by swaps and moves."""
+    starts = [ffd(tokens, weights, capacity, least, multiple)]
+    best = _best_fit(tokens, capacity)
+    if (
+        int(best.max()) < int(starts[0].max())
+        and (int(best.max()) + 1) % multiple == 0
+        and int(best.max()) + 1 >= least
+    ):
+        starts.insert(0, best)
+    limit = int(starts[0].max()) + 1
+    found = starts[0]
+    groups = round_up(max(fewest_groups(tokens, capacity), least), multiple)
+    while groups < limit:
+        tried = _fitted(tokens, capacity, groups)
+        if tried is not None:
+            found, limit = tried, groups
+            break
+        groups += multiple
+    return _evened_out(found, tokens, weights, capacity, limit)
+
+
+def _fitted(tokens: IntArray, capacity: int, groups: int) -> IntArray | None:
+    """A packing into ``groups`` groups from a spread start, by levelling tokens; None if the search finds none."""
+    start = karmarkar_karp.free_size(tokens.astype(np.float64), groups)
+    if counts(start, groups).min() == 0:
+        return None
+    boards = _boards(start, tokens, tokens.astype(np.float64), groups)
+    fits = fit_cap(boards, Rules(cap=capacity, moves="any"))
+    return boards.cell[0] if fits.all() else None
+
+
+def _evened_out(group: IntArray, tokens: IntArray, weights: FloatArray, capacity: int, groups: int) -> IntArray:
+    starts = [group]
+    spread = _widest_room(tokens, weights, capacity, groups)
+    if spread is not None:
+        starts.append(spread)
+    rules = Rules(cap=capacity, moves="any")
+    found: list[tuple[float, float, IntArray]] = []
+    for start in starts:
+        boards = _boards(start, tokens, weights, groups)
+        even_out_loads(boards, rules, tolerance=1e-6)
+        polish(boards, rules)
+        load = sums(boards.cell[0], weights, groups)
+        found.append((float(load.max()), float((load**2).sum()), boards.cell[0]))
+    best: IntArray = min(found, key=lambda each: each[:2])[2]
+    return best
+
+
+def _boards(group: IntArray, tokens: IntArray, weights: FloatArray, groups: int) -> Boards:
+    return Boards(weights[None], tokens[None], group[None], num_ranks=groups, num_columns=1)
+
+
+def _breaks(group: IntArray, tokens: IntArray, capacity: int, groups: int) -> bool:
+    return bool(((int_sums(group, tokens, groups) > capacity) & (counts(group, groups) > 1)).any())
+
+
+def _split_to(group: IntArray, tokens: IntArray, groups: int) -> IntArray:
+    """Halve the groups with the most rows until there are ``groups`` of them."""
+    split: IntArray = np.array(group, dtype=np.int64)
+    used = int(split.max()) + 1
+    while used < groups:
+        widest = int(counts(split, used).argmax())
+        rows = np.flatnonzero(split == widest)
+        falling = rows[np.argsort(-tokens[rows], kind="stable")]
+        split[falling[1::2]] = used
+        used += 1
+    return split
+
+
+def pack_metrics(lengths: Any, groups: list[IntArray], *, capacity: int) -> dict[str, float]:
+    """How even and how full groups are, the figures that AReaL logs of its packing.
+
+    ``spread`` is the largest less the smallest sum of tokens, ``imbalance_ratio`` their quotient, ``std`` and ``cv``
+    the standard deviation and its share of the mean, ``utilization`` the share of the capacity in use,
+    ``wasted_tokens`` the rest of it.
+    """
+    tokens = as_lengths(lengths)
+    load = np.array([int(tokens[rows].sum()) for rows in groups], dtype=np.float64)
+    room = float(capacity) * load.size
+    return {
+        "num_groups": float(load.size),
+        "spread": float(load.max() - load.min()),
+        "imbalance_ratio": float(load.max() / load.min()) if load.min() > 0 else float("inf"),
+        "std": float(load.std()),
+        "cv": float(load.std() / load.mean()) if load.mean() > 0 else 0.0,
+        "utilization": float(load.sum() / room),
+        "wasted_tokens": float(np.maximum(capacity - load, 0).sum()),
+    }

@@ -1,0 +1,85 @@
+"""Mini-batches: which rows each optimizer step gets, and how padding is spread over steps and ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from equipoise._arrays import BoolArray, IntArray
+from equipoise.planning.step.spec import StepSpec
+
+
+def split_sizes(n: int, parts: int) -> IntArray:
+    """``n`` in ``parts`` sizes that differ by at most 1, shape (parts,).
+
+    >>> split_sizes(10, 3).tolist()
+    [4, 3, 3]
+    """
+    return np.full(parts, n // parts) + (np.arange(parts) < n % parts)
+
+
+def mini_batch_rows(lengths: IntArray, is_padding: BoolArray, spec: StepSpec) -> list[IntArray]:
+    """Row ids of each mini-batch, in the caller's order within one.
+
+    "keep" cuts the batch into contiguous blocks. Padding that would leave a block with more than ``dp_size`` fewer real
+    rows than another (trainers append it at the end) is spread first: the real rows are cut evenly, in order, and the
+    padding fills the blocks up.
+
+    Returns:
+        ``num_mini_batches`` integer arrays; with ``equal_count`` all of one size.
+
+    """
+    blocks = split_sizes(lengths.size, spec.num_mini_batches)
+    if spec.composition == "keep":
+        cut = np.split(np.arange(lengths.size), np.cumsum(blocks)[:-1])
+        real = np.array([int((~is_padding[rows]).sum()) for rows in cut])
+        if real.min() > 0 and real.max() - real.min() <= spec.dp_size:
+            return cut
+        real_order = np.flatnonzero(~is_padding)
+        real_parts = np.split(real_order, np.cumsum(split_sizes(real_order.size, spec.num_mini_batches))[:-1])
+    else:
+        deal = _stratified if spec.composition == "stratified" else _sorted
+        real_parts = deal(lengths, np.flatnonzero(~is_padding), spec)
+    padding = np.flatnonzero(is_padding)
+    room = blocks - np.array([rows.size for rows in real_parts])
+    pads = np.split(padding, np.cumsum(room)[:-1])
+    return [np.sort(np.concatenate([rows, pad])) for rows, pad in zip(real_parts, pads, strict=True)]
+
+
+def _stratified(lengths: IntArray, real: IntArray, spec: StepSpec) -> list[IntArray]:
+    """Rows in falling length, dealt one to each mini-batch in an order that is drawn anew for every deal."""
+    steps = spec.num_mini_batches
+    falling = real[np.argsort(-lengths[real], kind="stable")]
+    draw = np.random.default_rng(spec.seed)
+    step = np.empty(real.size, dtype=np.int64)
+    whole = real.size // steps * steps
+    if whole:
+        step[:whole] = draw.permuted(np.tile(np.arange(steps), (whole // steps, 1)), axis=1).ravel()
+    step[whole:] = np.arange(real.size - whole)  # as split_sizes: the first steps get one more
+    return [np.sort(falling[step == j]) for j in range(steps)]
+
+
+def _sorted(lengths: IntArray, real: IntArray, spec: StepSpec) -> list[IntArray]:
+    """Rows in falling length, cut into mini-batches: the first one holds the longest."""
+    falling = real[np.argsort(-lengths[real], kind="stable")]
+    return np.split(falling, np.cumsum(split_sizes(real.size, spec.num_mini_batches))[:-1])
+
+
+def rank_rows(sizes: IntArray, real: IntArray, dp_size: int) -> tuple[IntArray, IntArray]:
+    """Rows and real rows of each rank in each mini-batch, each shape (num_mini_batches, dp_size).
+
+    Both are dealt out evenly. Of the rows that are left over, a mini-batch gives one each to ranks in turn, so that a
+    rank's rows over all mini-batches differ by at most 1 as well. Real rows that are left over go to ranks that have a
+    row more, and among equals to those with the fewest real rows so far.
+    """
+    rows = np.empty((sizes.size, dp_size), dtype=np.int64)
+    real_rows = np.empty_like(rows)
+    rank = np.arange(dp_size)
+    turn = 0
+    for j, (size, num_real) in enumerate(zip(sizes.tolist(), real.tolist(), strict=True)):
+        base, extra = divmod(size, dp_size)
+        rows[j] = base + ((rank - turn) % dp_size < extra)
+        turn = (turn + extra) % dp_size
+        base, extra = divmod(num_real, dp_size)
+        real_rows[j] = base
+        real_rows[j, np.lexsort((real_rows[:j].sum(axis=0), -rows[j]))[:extra]] += 1
+    return rows, real_rows

@@ -1,0 +1,116 @@
+"""A mini-batch as the planner sees it, and a layout of it: the cell of each row on a grid of micro-batches × ranks.
+
+Cell c belongs to rank c % dp_size and to column c // dp_size, a column being the micro-batch in which all ranks meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, iota, sums
+from equipoise.planning.step.spec import StepSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatch:
+    """Rows of one optimizer step, in the order in which they came, and how many of them each rank gets.
+
+    Attributes:
+        cost: shape (n,).
+        tokens: shape (n,).
+        padding: shape (n,).
+        rows: rows of each rank, shape (dp_size,).
+        real_rows: rows of each rank that are no padding, shape (dp_size,).
+        fixed_rows: rows of every micro-batch, or None where the token cap decides.
+
+    """
+
+    cost: FloatArray
+    tokens: IntArray
+    padding: BoolArray
+    rows: IntArray
+    real_rows: IntArray
+    fixed_rows: int | None
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks."""
+        return self.rows.size
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Cell of each row of one mini-batch, shape (n,)."""
+
+    mini: MiniBatch
+    num_columns: int
+    cell: IntArray
+
+    @property
+    def num_cells(self) -> int:
+        """Micro-batches of all ranks."""
+        return self.num_columns * self.mini.dp_size
+
+    def loads(self) -> FloatArray:
+        """Cost of each cell, shape (num_columns, dp_size)."""
+        return sums(self.cell, self.mini.cost, self.num_cells).reshape(self.num_columns, self.mini.dp_size)
+
+    def lockstep(self) -> float:
+        """Σ over columns of the largest load."""
+        return float(self.loads().max(axis=1).sum())
+
+    def rank(self) -> float:
+        """Largest total of a rank."""
+        return float(self.loads().sum(axis=0).max())
+
+    def value(self, spec: StepSpec) -> float:
+        """What the spec wants to be low: cost by its objective, and the overhead of each micro-batch."""
+        cost = self.lockstep() if spec.objective == "lockstep" else self.rank()
+        return cost + spec.micro_batch_overhead * self.num_columns
+
+    def crowded_tokens(self) -> int:
+        """Tokens of the fullest cell that holds more than one row; 0 if none does."""
+        tokens = int_sums(self.cell, self.mini.tokens, self.num_cells)
+        return int(np.where(counts(self.cell, self.num_cells) > 1, tokens, 0).max())
+
+    def legal(self, cap: int | None) -> bool:
+        """No cell is empty, and none is above the cap but for lone rows."""
+        if counts(self.cell, self.num_cells).min() == 0:
+            return False
+        return cap is None or self.crowded_tokens() <= cap
+
+
+def dispatch_order(
+    layouts: list[Layout], members: list[IntArray], *, sort_columns: bool
+) -> tuple[IntArray, tuple[IntArray, ...]]:
+    """Row ids rank-major, then mini-batch, then micro-batch; and the rows of each micro-batch.
+
+    Args:
+        layouts: one for each mini-batch.
+        members: row ids of each mini-batch, as the layout counts them.
+        sort_columns: the costliest micro-batch of a mini-batch runs first, so that a step that would run out of memory
+            does so at once.
+
+    Returns:
+        The order, shape (n,), and for each mini-batch an array of shape (dp_size, micro-batches); all read-only.
+
+    """
+    rank_of: list[IntArray] = []
+    place_of: list[IntArray] = []
+    sizes: list[IntArray] = []
+    for layout in layouts:
+        ranks, columns = layout.mini.dp_size, layout.num_columns
+        place = iota(columns)
+        if sort_columns:
+            place[np.argsort(-layout.loads().max(axis=1), kind="stable")] = iota(columns)
+        rank_of.append(layout.cell % ranks)
+        place_of.append(place[layout.cell // ranks])
+        sizes.append(counts(rank_of[-1] * columns + place_of[-1], ranks * columns).reshape(ranks, columns))
+    row = np.concatenate(members)
+    step = np.repeat(iota(len(members)), [rows.size for rows in members])
+    order = row[np.lexsort((row, np.concatenate(place_of), step, np.concatenate(rank_of)))]
+    for array in (order, *sizes):
+        array.flags.writeable = False
+    return order, tuple(sizes)

@@ -1,0 +1,197 @@
+"""The plan: frozen integer arrays, what they cost, and the bound they are measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from equipoise._arrays import FloatArray, IntArray, int_sums, iota, sums
+from equipoise.errors import InvalidInput, must
+from equipoise.planning.step.spec import StepSpec
+from equipoise.planning.workload.padded import MicroBatchCost, micro_batch_cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanStats:
+    """What a plan costs, in the units of its cost model.
+
+    Attributes:
+        lockstep_cost: Σ over mini-batches and micro-batches of the largest cost of a rank: ranks meet at each one.
+        rank_cost: Σ over mini-batches of the largest total of a rank: ranks meet once per optimizer step.
+        bound: Σ over mini-batches of max(mean cost of a rank, cost of the longest row); no plan that keeps the
+            mini-batches' rows has a lower cost, of either kind.
+        tight_bound: the same with a bound that knows the cap and the equal row counts (see
+            :mod:`equipoise.planning.partition.bounds`); no plan of these mini-batches has a lower lockstep cost.
+        ideal: Σ over mini-batches of the mean cost of a rank.
+        efficiency: tight_bound / lockstep_cost, at most 1.
+        max_tokens: tokens of the fullest micro-batch; padded ones with a cost model that pads.
+        num_micro_batches: micro-batches that one rank runs in the whole step.
+        num_padding: padding rows.
+
+    """
+
+    lockstep_cost: float
+    rank_cost: float
+    bound: float
+    tight_bound: float
+    ideal: float
+    max_tokens: int
+    num_micro_batches: int
+    num_padding: int
+
+    @property
+    def efficiency(self) -> float:
+        """Tight bound / lockstep cost; 1 when nothing costs anything."""
+        return min(1.0, self.tight_bound / self.lockstep_cost) if self.lockstep_cost > 0 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepPlan:
+    """Which row goes to which mini-batch, rank and micro-batch.
+
+    Attributes:
+        spec: the settings that it satisfies.
+        order: row ids in dispatch order, shape (n,): rank-major, then mini-batch, then micro-batch.
+        sizes: rows of each micro-batch, a tuple over mini-batches of arrays of shape (dp_size, micro-batches).
+        num_real_rows: rows of each mini-batch that are no padding, shape (num_mini_batches,).
+        stats: what it costs.
+        incoming: the same figures for the batch in the order in which it came (see :func:`plan_step`).
+
+    """
+
+    spec: StepSpec
+    order: IntArray
+    sizes: tuple[IntArray, ...]
+    num_real_rows: IntArray
+    stats: PlanStats
+    incoming: PlanStats
+
+    @cached_property
+    def inverse(self) -> IntArray:
+        """Place of each row in the dispatch order: ``order[inverse]`` is 0 … n - 1."""
+        inverse = np.empty_like(self.order)
+        inverse[self.order] = np.arange(self.order.size)
+        inverse.flags.writeable = False
+        return inverse
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks."""
+        return self.spec.dp_size
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Number of optimizer steps."""
+        return len(self.sizes)
+
+    @property
+    def num_micro_batches(self) -> tuple[int, ...]:
+        """Micro-batches of each mini-batch, the same on every rank."""
+        return tuple(sizes.shape[1] for sizes in self.sizes)
+
+    @cached_property
+    def rows_per_rank(self) -> IntArray:
+        """Rows of each rank, shape (dp_size,)."""
+        return np.sum([sizes.sum(axis=1) for sizes in self.sizes], axis=0)
+
+    def rank_rows(self, rank: int) -> IntArray:
+        """Row ids of ``rank`` in dispatch order."""
+        self._check_rank(rank)
+        start = int(self.rows_per_rank[:rank].sum())
+        return self.order[start : start + int(self.rows_per_rank[rank])]
+
+    def micro_batches(self, rank: int) -> list[list[IntArray]]:
+        """Row ids of each micro-batch of ``rank``, as [mini-batch][micro-batch], in the caller's numbering.
+
+        Raises:
+            InvalidInput: no such rank.
+
+        """
+        rows = self.rank_rows(rank)
+        sizes = np.concatenate([sizes[rank] for sizes in self.sizes])
+        flat = np.split(rows, np.cumsum(sizes)[:-1])
+        out: list[list[IntArray]] = []
+        at = 0
+        for count in self.num_micro_batches:
+            out.append(flat[at : at + count])
+            at += count
+        return out
+
+    def metrics(self, prefix: str = "balance/") -> dict[str, float]:
+        """Flat figures for a tracker; those of the batch as it came end in ``_incoming``.
+
+        ``lockstep_over_bound`` and ``rank_over_bound`` are 1 at best. ``idle_share`` is the share of the ranks' time in
+        which they wait for the slowest at each micro-batch.
+        """
+        figures: dict[str, float] = {}
+        for suffix, stats in (("", self.stats), ("_incoming", self.incoming)):
+            bound = stats.bound or 1.0
+            figures[f"{prefix}lockstep_over_bound{suffix}"] = stats.lockstep_cost / bound if stats.bound else 1.0
+            figures[f"{prefix}rank_over_bound{suffix}"] = stats.rank_cost / bound if stats.bound else 1.0
+            idle = 1 - stats.ideal / stats.lockstep_cost if stats.lockstep_cost else 0.0
+            figures[f"{prefix}idle_share{suffix}"] = idle
+            figures[f"{prefix}max_tokens{suffix}"] = float(stats.max_tokens)
+            figures[f"{prefix}num_micro_batches{suffix}"] = float(stats.num_micro_batches)
+        figures[f"{prefix}efficiency"] = self.stats.efficiency
+        figures[f"{prefix}num_padding"] = float(self.stats.num_padding)
+        return figures
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.dp_size:
+            raise InvalidInput(must("rank", f"be from 0 to {self.dp_size - 1}", rank, "pass a data-parallel rank"))
+
+
+def measure(
+    cost: FloatArray,
+    lengths: IntArray,
+    order: IntArray,
+    sizes: tuple[IntArray, ...],
+    *,
+    num_padding: int,
+    tight_bound: float,
+    padded: MicroBatchCost | None = None,
+) -> PlanStats:
+    """Cost of the rows laid out as ``order`` and ``sizes`` say.
+
+    Args:
+        cost: cost of each row, shape (n,).
+        lengths: tokens of each row, shape (n,).
+        order: dispatch order, shape (n,).
+        sizes: as in :class:`StepPlan`.
+        num_padding: padding rows among them.
+        tight_bound: of the mini-batches, whatever their layout.
+        padded: model of a micro-batch whose rows are padded to the longest one; None for the sum of its rows. Ideal and
+            bounds are those of the rows' own costs all the same: padded together they cost no less.
+
+    """
+    by_rank = np.concatenate(sizes, axis=1)  # (dp, all micro-batches); row-major it is the dispatch order
+    micro = np.repeat(iota(by_rank.size), by_rank.ravel())
+    own = loads = sums(micro, cost[order], by_rank.size).reshape(by_rank.shape)
+    tokens = int_sums(micro, lengths[order], by_rank.size)
+    if padded is not None:
+        cells = np.split(lengths[order], np.cumsum(by_rank.ravel())[:-1])
+        costs = [micro_batch_cost(padded, rows) if rows.size else 0.0 for rows in cells]
+        loads = np.array(costs).reshape(by_rank.shape)
+        tokens = np.array([rows.size * int(rows.max(initial=0)) for rows in cells])
+    step_of_column = np.repeat(iota(len(sizes)), [part.shape[1] for part in sizes])
+    longest = np.zeros(len(sizes))
+    np.maximum.at(longest, step_of_column[micro % by_rank.shape[1]], cost[order])
+    rank_cost = bound = ideal = 0.0
+    for j in range(len(sizes)):
+        totals = loads[:, step_of_column == j].sum(axis=1)
+        mean = float(own[:, step_of_column == j].sum(axis=1).mean())
+        rank_cost += float(totals.max())
+        ideal += mean
+        bound += max(mean, float(longest[j]))
+    return PlanStats(
+        lockstep_cost=float(loads.max(axis=0).sum()),
+        rank_cost=rank_cost,
+        bound=bound,
+        tight_bound=max(bound, tight_bound),
+        ideal=ideal,
+        max_tokens=int(tokens.max()),
+        num_micro_batches=by_rank.shape[1],
+        num_padding=num_padding,
+    )

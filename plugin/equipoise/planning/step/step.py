@@ -1,0 +1,137 @@
+"""``plan_step``: lengths in, a plan out. Start reading here.
+
+For each mini-batch the planner takes the fewest micro-batches that can work, lays the rows out by several rules, evens
+the layouts out by search under the cap, and keeps the best. It never keeps a layout that costs more than one of the
+rules alone, nor than the batch as it came.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from equipoise._arrays import BoolArray, IntArray
+from equipoise._checks import as_vector, of_kind
+from equipoise.errors import InvalidInput, must
+from equipoise.planning.step.composition import mini_batch_rows, rank_rows
+from equipoise.planning.step.grouped import group_numbers, search_grouped
+from equipoise.planning.step.layout import MiniBatch, dispatch_order
+from equipoise.planning.step.limits import check_counts, check_oversize
+from equipoise.planning.step.padded import search_padded
+from equipoise.planning.step.result import StepPlan, measure
+from equipoise.planning.step.search import search, tight_bound
+from equipoise.planning.step.spec import StepSpec
+from equipoise.planning.step.starts import as_it_came
+from equipoise.planning.workload import CostModel, MicroBatchCost, TransformerCost, as_lengths, row_costs
+
+
+def plan_step(
+    lengths: Any,
+    spec: StepSpec,
+    *,
+    cost: CostModel | None = None,
+    group_ids: Any = None,
+    is_padding: Any = None,
+) -> StepPlan:
+    """Plan one trainer step from the lengths of its rows.
+
+    Each row gets a mini-batch, a rank and a micro-batch, such that the real tokens of every micro-batch are within the
+    cap, all ranks run the same number of micro-batches, none empty, and the lockstep cost is low. The plan is a pure
+    function of its arguments.
+
+    The figures in ``plan.incoming`` are those of the same mini-batches with each rank taking a contiguous share and
+    filling its micro-batches in order under the cap.
+
+    Args:
+        lengths: tokens of each row, shape (n,): a list, a numpy array or a CPU tensor.
+        spec: the trainer's settings.
+        cost: cost model; ``TransformerCost()`` if None. One with a method ``micro_batch``, such as
+            :class:`equipoise.PaddedCost`, is for engines that pad: its figures decide, and the cap counts rows ×
+            longest row. It does not go with ``keep_groups``.
+        group_ids: shape (n,), the group of each row, such as its prompt's uid: anything hashable. Asked for by
+            ``spec.keep_groups``, and without effect on the plan where that is "none": group advantages are computed
+            before and do not depend on where a row runs. Padding rows are in no group, whatever their id.
+        is_padding: shape (n,), True for padding rows; None for no padding.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InvalidInput: a length or flag is not what it should be.
+        InfeasiblePlan: settings and lengths exclude each other; names both and the nearest legal value.
+
+    >>> spec = StepSpec(dp_size=2, max_token_len_per_gpu=10)
+    >>> plan = plan_step([9, 1, 5, 5], spec)
+    >>> [[rows.tolist() for rows in plan.micro_batches(rank)[0]] for rank in range(2)]
+    [[[0, 1]], [[2, 3]]]
+
+    """
+    of_kind("spec", spec, StepSpec, "pass equipoise.StepSpec(dp_size=..., num_mini_batches=...)")
+    tokens = as_lengths(lengths)
+    padding = _flags(is_padding, tokens.size)
+    model = cost if cost is not None else TransformerCost()
+    costs = row_costs(model, tokens)
+    padded = model if isinstance(model, MicroBatchCost) else None
+    group = _groups(group_ids, tokens.size, spec, padded=padded is not None)
+    check_counts(tokens.size, int((~padding).sum()), spec)
+    check_oversize(tokens, spec)
+    members = mini_batch_rows(tokens, padding, spec)
+    real = np.array([int((~padding[rows]).sum()) for rows in members])
+    quota, real_quota = rank_rows(np.array([rows.size for rows in members]), real, spec.dp_size)
+    minis = [
+        MiniBatch(
+            cost=costs[rows],
+            tokens=tokens[rows],
+            padding=padding[rows],
+            rows=quota[j],
+            real_rows=real_quota[j],
+            fixed_rows=spec.micro_batch_size_per_gpu,
+        )
+        for j, rows in enumerate(members)
+    ]
+    if padded is not None:
+        layouts = search_padded(minis, spec, padded)
+    elif group is not None:
+        layouts = search_grouped(minis, members, tokens, group, spec)
+    else:
+        layouts = search(minis, spec)
+    order, sizes = dispatch_order(layouts, members, sort_columns=True)
+    came = [as_it_came(mini, spec.min_micro_batches, spec.cap, padded=padded is not None) for mini in minis]
+    came_order, came_sizes = dispatch_order(came, members, sort_columns=False)
+    num_padding = int(padding.sum())
+    bound = sum(tight_bound(mini, spec) for mini in minis)
+    figures = functools.partial(measure, costs, tokens, num_padding=num_padding, tight_bound=bound, padded=padded)
+    real.flags.writeable = False
+    return StepPlan(
+        spec=spec,
+        order=order,
+        sizes=sizes,
+        num_real_rows=real,
+        stats=figures(order, sizes),
+        incoming=figures(came_order, came_sizes),
+    )
+
+
+def _groups(group_ids: Any, n: int, spec: StepSpec, *, padded: bool) -> IntArray | None:
+    """Number of each row's group, or None where groups need not be kept."""
+    if padded and spec.keep_groups != "none":
+        remedy = 'use keep_groups="none" or a cost model without micro_batch'
+        raise InvalidInput(must("keep_groups", "be 'none' where micro-batches are padded", spec.keep_groups, remedy))
+    if group_ids is None and spec.keep_groups != "none":
+        remedy = "pass the group of each row, such as its prompt's uid"
+        raise InvalidInput(must("group_ids", f"be given with keep_groups = {spec.keep_groups!r}", None, remedy))
+    group = None if group_ids is None else group_numbers(group_ids, n)
+    return None if spec.keep_groups == "none" else group
+
+
+def _flags(is_padding: Any, n: int) -> BoolArray:
+    if is_padding is None:
+        return np.zeros(n, dtype=bool)
+    flags = as_vector("is_padding", is_padding, "pass one flag per row")
+    if flags.shape != (n,):
+        raise InvalidInput(must("is_padding", f"have shape {(n,)}", flags.shape, "pass one flag per row"))
+    if flags.dtype.kind not in "biuf" or not np.isin(flags, (0, 1)).all():
+        raise InvalidInput(must("is_padding", "hold only True and False", flags.tolist(), "pass one flag per row"))
+    return flags.astype(bool)

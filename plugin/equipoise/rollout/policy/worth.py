@@ -1,0 +1,139 @@
+"""Whether a plan pays: seconds of decoding that it saves against seconds that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from equipoise._arrays import FloatArray, IntArray, int_sums, sums
+from equipoise._checks import is_amount
+from equipoise.errors import InvalidInput, must
+from equipoise.rollout.policy.holdings import Group
+
+_HALVINGS = 14
+
+StepTime = Callable[[int, float], float]
+"""Seconds of one decode step from the tier and the KV tokens of the fullest rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferCost:
+    """Seconds = latency + KV tokens of the busiest link × seconds + tokens of the busiest prefill × seconds.
+
+    All ranks wait for the busiest. Links send and receive at once.
+
+    Attributes:
+        latency_s: of an exchange, whatever moves.
+        kv_s_per_token: to send one token's keys and values.
+        prefill_s_per_token: to prefill one token of a request whose KV cache is not sent; 0 where it is.
+
+    >>> cost = TransferCost(latency_s=0.002, kv_s_per_token=3e-6)
+    >>> cost.seconds(np.array([2000, 0]), np.array([0, 2000]), np.zeros(2))
+    0.008
+    """
+
+    latency_s: float = 0.0
+    kv_s_per_token: float = 0.0
+    prefill_s_per_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not is_amount(value):
+                raise InvalidInput(must(field.name, "be finite and at least 0", value, "measure it in seconds"))
+
+    def seconds(self, sent: IntArray, received: IntArray, prefilled: IntArray | FloatArray) -> float:
+        """Seconds of an exchange from the KV tokens that each rank sends and receives, and the tokens it prefills."""
+        link = max(int(sent.max(initial=0)), int(received.max(initial=0)))
+        prefill = float(prefilled.max(initial=0))
+        return self.latency_s + link * self.kv_s_per_token + prefill * self.prefill_s_per_token
+
+
+def exchange_seconds(group: Group, moving: IntArray, to: IntArray, cost: TransferCost) -> float:
+    """Predicted seconds that all ranks wait while these requests move."""
+    kv, ranks = group.kv_tokens[moving], group.num_ranks
+    prefilled: IntArray = np.zeros(1, dtype=np.int64)
+    if cost.prefill_s_per_token:
+        prefilled = int_sums(to, np.where(group.running[moving], group.num_tokens[moving], 0), ranks)
+    return cost.seconds(int_sums(group.rank[moving], kv, ranks), int_sums(to, kv, ranks), prefilled)
+
+
+def saved_seconds(
+    group: Group,
+    target: int,
+    tiers: IntArray,
+    step_time: StepTime,
+    context: tuple[float, float],
+    most_steps: float = float("inf"),
+) -> float:
+    """Predicted seconds that reaching ``target`` now saves over waiting for requests to finish.
+
+    Σ over the tiers above ``target`` of (steps that the group would stay in the tier) × (time of the tier - time of
+    ``target``). A request of expected remaining length m is taken to be done after s steps with probability
+    1 - exp(-s / m); the group falls to a tier once the mean count of each rank has. The saving is predicted low: chance
+    keeps the fullest rank above its mean, and after the moves the tier would fall further, too.
+
+    Args:
+        group: all requests.
+        target: the tier that the group would reach.
+        tiers: all tiers, from small to large.
+        step_time: of a step.
+        context: KV tokens of the fullest rank without the moves and after them.
+        most_steps: that any request can still last.
+    """
+    most = int(group.held.max())
+    now = int(tiers[np.searchsorted(tiers, most)]) if most <= int(tiers[-1]) else most
+    falls = [int(tier) for tier in tiers if target <= tier < now][::-1]
+    after, reached, saved = step_time(target, context[1]), 0.0, 0.0
+    for tier, next_tier in zip([now, *falls], falls, strict=False):
+        until = min(max(_steps_until(group, next_tier), reached), most_steps)
+        saved += (until - reached) * (step_time(tier, context[0]) - after)
+        reached = until
+    return saved
+
+
+def _steps_until(group: Group, tier: int) -> float:
+    """Steps until each rank's mean count is down to ``tier`` if none moves: s with Σ exp(-s / m) = ``tier``."""
+    over = group.held > tier
+    if not over.any():
+        return 0.0
+    mine = over[group.rank]
+    rank, mean = (np.cumsum(over) - 1)[group.rank[mine]], np.maximum(group.expected[mine], 1.0)
+    low = np.zeros(int(over.sum()))
+    high = float(mean.max()) * np.log(group.held[over] / tier)  # as if all lasted as long as the longest
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        more = sums(rank, np.exp(-middle[rank] / mean), low.size) > tier
+        low, high = np.where(more, middle, low), np.where(more, high, middle)
+        last = high > low.max()  # the others are down before one of these is
+        if last.any() and not last.all():
+            mine = last[rank]
+            rank, mean = (np.cumsum(last) - 1)[rank[mine]], mean[mine]
+            low, high = low[last], high[last]
+    return float(high.max())
+
+
+def kept_by_waiting(group: Group, leaving: IntArray, target: int, steps: int) -> float:
+    """KV tokens that moving ``steps`` later is expected to send less, as requests finish by themselves meanwhile.
+
+    Requests finish as in `saved_seconds`; the excess of a rank is taken as normal about its mean.
+    """
+    rank = group.rank
+    crowded = (group.held > target)[rank]
+    survive = np.exp(-steps / np.maximum(group.expected[crowded], 1.0))
+    mean = sums(rank[crowded], survive, group.num_ranks) - target
+    spread = np.sqrt(np.maximum(sums(rank[crowded], survive * (1 - survive), group.num_ranks), 1e-12))
+    later = np.where(group.held > target, _positive_part(mean, spread), 0.0)
+    moving = np.bincount(rank[leaving], minlength=group.num_ranks)
+    tokens = sums(rank[leaving], group.kv_tokens[leaving].astype(np.float64), group.num_ranks)
+    each = tokens / np.maximum(moving, 1)
+    return float((tokens - later * (each + steps)).sum())
+
+
+def _positive_part(mean: FloatArray, spread: FloatArray) -> FloatArray:
+    """E max(X, 0) of a normal X, with the logistic stand-in for its distribution function (error below 0.01)."""
+    z = np.clip(mean / spread, -30.0, 30.0)
+    below = 1.0 / (1.0 + np.exp(-1.702 * z))
+    return np.asarray(spread * np.exp(-z * z / 2) / np.sqrt(2 * np.pi) + mean * below)

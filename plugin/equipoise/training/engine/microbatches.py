@@ -1,0 +1,330 @@
+"""A rank's rows of one mini-batch as micro-batches, as many as on every other rank."""
+
+# tensordict annotates its columns loosely; the values are checked here at run time.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from equipoise._arrays import IntArray
+from equipoise._checks import positive
+from equipoise.errors import InvalidInput, must, nearest
+from equipoise.planning.partition import pack
+from equipoise.planning.partition.pack import round_up
+from equipoise.planning.step.result import StepPlan
+from equipoise.training.batch.reorder import join_rows, num_rows, reorder, row_lengths, rows_of
+from equipoise.training.engine.agreement import Fault, Need, agree, checksum, raise_alike, raise_shortage
+
+Outputs = TensorDict | Mapping[str, torch.Tensor]
+_FILLER_TOKENS = 2
+
+
+class MicroBatches(NamedTuple):
+    """Micro-batches and, of each, the numbers of its rows in the data; none for one of zero weight.
+
+    A zero-weight micro-batch holds one made-up row, so that forward and backward run as on the other ranks. Its loss is
+    0 times its outputs, and its outputs are no one's.
+    """
+
+    batches: list[TensorDict]
+    indices: list[IntArray]
+
+    def restore(self, outputs: Sequence[Outputs]) -> TensorDict:
+        """Outputs in the order of the data's rows, dense or jagged.
+
+        Args:
+            outputs: one per micro-batch, in turn; those of zero weight may be there or not.
+
+        Returns:
+            The columns of the outputs, as many rows as the data had.
+
+        Raises:
+            InvalidInput: the number of outputs, or of rows in one, does not fit.
+        """
+        real = [i for i, rows in enumerate(self.indices) if rows.size]
+        if len(outputs) == len(self.indices):
+            outputs = [outputs[i] for i in real]
+        if len(outputs) != len(real):
+            rule = f"be one for each of {len(real)} micro-batches"
+            raise InvalidInput(must("outputs", rule, len(outputs), "pass them all"))
+        indices = [self.indices[i] for i in real]
+        for i, (output, rows) in enumerate(zip(outputs, indices, strict=True)):
+            if set(output.keys()) != set(outputs[0].keys()):
+                rule = f"have the columns {sorted(map(str, outputs[0].keys()))} of the first"
+                raise InvalidInput(must(f"outputs[{i}]", rule, sorted(map(str, output.keys())), "give all the same"))
+            for name, column in output.items():
+                if len(column) != rows.size:
+                    rule = f"have the {rows.size} rows of its micro-batch"
+                    raise InvalidInput(must(f"outputs[{i}][{name!r}]", rule, len(column), "keep all rows"))
+        if not indices:
+            return TensorDict({}, batch_size=[0])
+        ran = np.concatenate(indices)
+        columns = {str(name): _joined([output[str(name)] for output in outputs]) for name in outputs[0].keys()}  # noqa: SIM118
+        return reorder(TensorDict(columns, batch_size=[ran.size]), np.argsort(ran, kind="stable"))
+
+
+def prepare_micro_batches(
+    data: TensorDict,
+    *,
+    plan: StepPlan | None = None,
+    rank: int | None = None,
+    mini_batch: int | None = None,
+    max_token_len: int | None = None,
+    micro_batch_size: int | None = None,
+    sp_size: int = 1,
+    force_group_size: int = 1,
+    multiple: int = 1,
+    min_micro_batches: int = 1,
+    on_shortage: Literal["error", "zero_weight"] = "error",
+    oversize: Literal["error", "alone"] = "error",
+    group: Any = None,
+) -> MicroBatches:
+    """Cut a rank's rows by a plan, under a token cap, or into a fixed number of rows.
+
+    By a plan, no rank asks another: rows that are not the plan's are an error on their rank alone. Otherwise the ranks
+    of ``group`` agree on one count in one all-reduce, which also carries what is wrong with any rank's rows: an error
+    is raised on all of them, with the same text.
+
+    Args:
+        data: this rank's rows: jagged ``input_ids``, or dense ones beside an ``attention_mask``. With a plan they are
+            in its dispatch order: those of ``mini_batch``, or all the rank's.
+        plan: from :func:`equipoise.plan_step`; excludes the settings below it.
+        rank: data-parallel rank, with a plan; None for the place in ``group``.
+        mini_batch: optimizer step of the plan; None for the micro-batches of all.
+        max_token_len: tokens that one GPU may hold; the cap is ``max_token_len · sp_size``.
+        micro_batch_size: rows of each micro-batch, instead of the cap.
+        sp_size: GPUs that share a row's tokens.
+        force_group_size: neighbouring rows that stay together.
+        multiple: the count is a multiple of it.
+        min_micro_batches: the lowest count.
+        on_shortage: a rank with too few rows for the count is an "error", or gets micro-batches of "zero_weight".
+        oversize: a row above the cap is an "error", or a micro-batch of its own ("alone", with a warning).
+        group: process group of the data-parallel ranks; None for this process alone.
+
+    Returns:
+        ``(batches, indices)``; ``restore`` puts their outputs back in order.
+
+    Raises:
+        InvalidInput: an argument breaks its rule, or rows cannot be cut as asked.
+        InfeasiblePlan: a row above the cap, or a rank with too few rows.
+
+    >>> ids = torch.nested.as_nested_tensor([torch.arange(n) for n in (4, 1, 3)], layout=torch.jagged)
+    >>> cut = prepare_micro_batches(TensorDict({"input_ids": ids}, batch_size=[3]), max_token_len=5)
+    >>> [rows.tolist() for rows in cut.indices]
+    [[0], [1, 2]]
+    """
+    for field, value in (("max_token_len", max_token_len), ("micro_batch_size", micro_batch_size)):
+        if value is not None:
+            positive(field, value, "pass what one micro-batch holds")
+    ask = _Ask(
+        cap=None if max_token_len is None else int(max_token_len) * positive("sp_size", sp_size, "use 1 without it"),
+        rows=micro_batch_size,
+        together=positive("force_group_size", force_group_size, "use 1 for rows that may part"),
+        multiple=positive("multiple", multiple, "use 1 for any count"),
+        least=positive("min_micro_batches", min_micro_batches, "use 1 for as few as fit"),
+        fill=_choice("on_shortage", on_shortage, ("error", "zero_weight")) == "zero_weight",
+        alone=_choice("oversize", oversize, ("error", "alone")) == "alone",
+    )
+    if plan is not None:
+        indices = _planned(data, plan, rank, mini_batch, ask, group)
+        return MicroBatches([_rows(data, rows) for rows in indices], indices)
+    if (max_token_len is None) == (micro_batch_size is None):
+        got = {"max_token_len": max_token_len, "micro_batch_size": micro_batch_size}
+        raise InvalidInput(must("plan, max_token_len, micro_batch_size", "be exactly one", got, "pass one of them"))
+    if group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        rule = f"be the data-parallel group of {dist.get_world_size()} processes"
+        raise InvalidInput(must("group", rule, None, "pass it, so that ranks agree on a count, or pass a plan"))
+    if ask.rows is not None and ask.rows % ask.together:
+        rule = f"be a multiple of force_group_size = {ask.together}"
+        raise InvalidInput(must("micro_batch_size", rule, ask.rows, "count rows, not groups"))
+    indices = _agreed(data, ask, group)
+    return MicroBatches([_rows(data, rows) if rows.size else _filler(data) for rows in indices], indices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ask:
+    """What is asked of the micro-batches, the same on all ranks."""
+
+    cap: int | None
+    rows: int | None
+    together: int
+    multiple: int
+    least: int
+    fill: bool
+    alone: bool
+
+
+def token_lengths(data: TensorDict) -> IntArray:
+    """Real tokens of each row, shape (rows,), whatever the padded width.
+
+    Raises:
+        InvalidInput: no ``input_ids``, or dense ones without an ``attention_mask``.
+    """
+    if num_rows(data) == 0:
+        return np.zeros(0, dtype=np.int64)
+    ids = data.get("input_ids", None)
+    if not isinstance(ids, torch.Tensor):
+        raise InvalidInput(must("data", "have a tensor 'input_ids'", sorted(map(str, data.keys())), "add it"))
+    if ids.is_nested:
+        return np.asarray(row_lengths(ids), dtype=np.int64)
+    mask = data.get("attention_mask", None)
+    if not isinstance(mask, torch.Tensor):
+        got = f"dense input_ids of shape {tuple(ids.shape)}"
+        raise InvalidInput(must("data", "have jagged input_ids or an attention_mask", got, "pass real rows"))
+    lengths = rows_of(mask.sum(-1)) if mask.is_nested else mask.sum(-1)
+    return np.asarray([int(length) for length in lengths], dtype=np.int64)
+
+
+def _agreed(data: TensorDict, ask: _Ask, group: Any) -> list[IntArray]:
+    mine = Need()
+    units, parts = np.zeros(0, dtype=np.int64), list[IntArray]()
+    own_error: Exception | None = None
+    try:
+        lengths = token_lengths(data)
+        if lengths.size and lengths.min() < 1:
+            row = int(lengths.argmin())
+            raise InvalidInput(must(f"row {row}", "have a token", 0, "drop the row, or pad it to one"))
+        mine, units, parts = _first_cut(lengths, ask)
+    except (InvalidInput, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        # the other ranks are told of it first
+        own_error = error
+        mine = Need(fault=Fault.MALFORMED)
+    mine = Need(**{**mine.__dict__, "settings": checksum(ask)})
+    needs = agree(mine, group)
+    if own_error is not None:
+        raise own_error
+    raise_alike(needs, cap=ask.cap, force_group_size=ask.together, micro_batch_size=ask.rows)
+    count = round_up(max(ask.least, *(need.count for need in needs)), ask.multiple)
+    if not ask.fill:
+        raise_shortage(needs, count, multiple=ask.multiple)
+    if ask.cap is not None:
+        parts = _refined(units, parts, min(count, mine.most), ask)
+    indices = [(part[:, None] * ask.together + np.arange(ask.together)).ravel() for part in parts]
+    return indices + [np.zeros(0, dtype=np.int64)] * (count - len(indices))
+
+
+def _first_cut(lengths: IntArray, ask: _Ask) -> tuple[Need, IntArray, list[IntArray]]:
+    """What this rank needs, the tokens of its units (rows, or groups of them), and its own fewest micro-batches."""
+    empty = np.zeros(0, dtype=np.int64)
+    if lengths.size % ask.together:
+        return Need(fault=Fault.ODD, got=int(lengths.size)), empty, []
+    units = lengths.reshape(-1, ask.together).sum(axis=1)
+    if not units.size:
+        return Need(), empty, []
+    if ask.rows is not None:
+        if lengths.size % ask.rows:
+            return Need(fault=Fault.INDIVISIBLE, got=int(lengths.size)), empty, []
+        parts = np.split(np.arange(units.size, dtype=np.int64), lengths.size // ask.rows)
+        return Need(count=len(parts), most=len(parts)), units, parts
+    widest = int(units.argmax())
+    if ask.cap is not None and units[widest] > ask.cap and not ask.alone:
+        fault = Need(fault=Fault.OVERSIZE, row=widest * ask.together, got=int(units[widest]))
+        return fault, empty, []
+    parts = _packed(units, ask, 1)
+    return Need(count=len(parts), most=int(units.size)), units, parts
+
+
+def _packed(units: IntArray, ask: _Ask, least: int) -> list[IntArray]:
+    capacity = ask.cap if ask.cap is not None else int(units.sum())
+    return pack(units, capacity=capacity, min_groups=least, oversize="alone" if ask.alone else "error")
+
+
+def _refined(units: IntArray, parts: list[IntArray], count: int, ask: _Ask) -> list[IntArray]:
+    """Exactly ``count`` micro-batches, at least as many as ``parts``."""
+    if count <= len(parts):
+        return parts
+    finer = _packed(units, ask, count)
+    if len(finer) == count:
+        return finer
+    while len(parts) < count:  # a packer that went past the count it was given: halve what can be halved
+        fullest = max((part for part in parts if part.size > 1), key=lambda part: int(units[part].sum()))
+        rest = [part for part in parts if part is not fullest]
+        parts = [*rest, fullest[::2], fullest[1::2]]
+    return parts
+
+
+def _planned(
+    data: TensorDict, plan: StepPlan, rank: int | None, mini_batch: int | None, ask: _Ask, group: Any
+) -> list[IntArray]:
+    if ask.cap is not None or ask.rows is not None or ask.together > 1 or ask.multiple > 1 or ask.least > 1:
+        remedy = "put them into the plan's StepSpec (keep_groups for groups)"
+        raise InvalidInput(must("settings of micro-batches", "be left out with a plan", "both", remedy))
+    ranks = 1 if group is None else dist.get_world_size(group)
+    if group is not None and ranks != plan.dp_size:
+        raise InvalidInput(
+            must("plan", f"be for the group's {ranks} ranks", plan.dp_size, "set StepSpec.dp_size to it")
+        )
+    steps = plan.micro_batches(_rank(rank, group))
+    if mini_batch is not None and not 0 <= mini_batch < len(steps):
+        raise InvalidInput(must("mini_batch", f"be from 0 to {len(steps) - 1}", mini_batch, "count from 0"))
+    sizes = [[rows.size for rows in step] for step in steps]
+    ends = np.cumsum([size for step in sizes for size in step])
+    every = np.split(np.arange(int(ends[-1]), dtype=np.int64), ends[:-1])
+    n = num_rows(data)
+    if mini_batch is None:
+        chosen, first = every, 0
+    else:
+        before = sum(len(step) for step in sizes[:mini_batch])
+        chosen = every[before : before + len(sizes[mini_batch])]
+        own = sum(sizes[mini_batch])
+        first = int(chosen[0][0]) if n == own else 0
+    wanted = sum(rows.size for rows in chosen)
+    if n not in (wanted, int(ends[-1])):
+        rule = f"have the {wanted} rows that the plan gives rank {_rank(rank, group)}"
+        raise InvalidInput(must("data", rule, n, "reorder the batch by plan.order and cut it by rank"))
+    indices = [rows - first for rows in chosen]
+    cap = plan.spec.cap
+    if cap is not None:
+        lengths = token_lengths(data)
+        for rows in indices:
+            tokens = int(lengths[rows].sum())
+            if rows.size > 1 and tokens > cap:
+                rule = f"keep each micro-batch of the plan within its cap of {cap} tokens"
+                remedy = "pass the rows that were planned, in dispatch order: eq.reorder(batch, plan.rank_rows(rank))"
+                raise InvalidInput(must("data", rule, tokens, remedy))
+    return indices
+
+
+def _rank(rank: int | None, group: Any) -> int:
+    if rank is not None:
+        return rank
+    if group is not None:
+        return dist.get_rank(group)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise InvalidInput(must("rank", "be given with a plan and no group", None, "pass the data-parallel rank"))
+    return 0
+
+
+def _rows(data: TensorDict, rows: IntArray) -> TensorDict:
+    return data if rows.size == data.batch_size[0] and bool((np.diff(rows) == 1).all()) else reorder(data, rows)
+
+
+def _filler(data: TensorDict) -> TensorDict:
+    """One row that any model takes: token 0 twice."""
+    ids = data.get("input_ids", None)
+    device = ids.device if isinstance(ids, torch.Tensor) else None
+    row = torch.zeros(1, _FILLER_TOKENS, dtype=torch.int64, device=device)
+    if isinstance(ids, torch.Tensor) and not ids.is_nested:
+        return TensorDict({"input_ids": row, "attention_mask": torch.ones_like(row)}, batch_size=[1])
+    jagged = torch.nested.as_nested_tensor([row[0]], layout=torch.jagged)
+    return TensorDict({"input_ids": jagged}, batch_size=[1])
+
+
+def _joined(columns: list[torch.Tensor]) -> torch.Tensor:
+    if columns[0].is_nested:
+        return join_rows([row for column in columns for row in rows_of(column)], columns[0])
+    return torch.cat(columns)
+
+
+def _choice(field: str, value: str, options: tuple[str, ...]) -> str:
+    if value not in options:
+        raise InvalidInput(must(field, f"be one of {list(options)}", value, nearest(str(value), options)))
+    return value

@@ -1,0 +1,30 @@
+"""Losses that are the same on any cluster: sums over a rank's tokens, divided once by global counts."""
+
+from equipoise.training.loss.advantages import AdvantageConfig as AdvantageConfig
+from equipoise.training.loss.advantages import AdvantageInputs as AdvantageInputs
+from equipoise.training.loss.advantages import Advantages as Advantages
+from equipoise.training.loss.advantages import advantage_estimators as advantage_estimators
+from equipoise.training.loss.advantages import compute_advantages as compute_advantages
+from equipoise.training.loss.aggregation import MODES as MODES
+from equipoise.training.loss.aggregation import agg_loss as agg_loss
+from equipoise.training.loss.aggregation import group_mean as group_mean
+from equipoise.training.loss.aggregation import local_mean as local_mean
+from equipoise.training.loss.denominators import LossDenominators as LossDenominators
+from equipoise.training.loss.importance import rollout_weights as rollout_weights
+from equipoise.training.loss.inputs import PerToken as PerToken
+from equipoise.training.loss.inputs import PolicyConfig as PolicyConfig
+from equipoise.training.loss.inputs import PolicyInputs as PolicyInputs
+from equipoise.training.loss.inputs import SelectedTokens as SelectedTokens
+from equipoise.training.loss.kl import kl_penalty as kl_penalty
+from equipoise.training.loss.metrics import AnyMetric as AnyMetric
+from equipoise.training.loss.metrics import MaxMetric as MaxMetric
+from equipoise.training.loss.metrics import Metric as Metric
+from equipoise.training.loss.metrics import MinMetric as MinMetric
+from equipoise.training.loss.metrics import merge_metrics as merge_metrics
+from equipoise.training.loss.metrics import metric_values as metric_values
+from equipoise.training.loss.metrics import reduce_metrics as reduce_metrics
+from equipoise.training.loss.policy import policy_loss as policy_loss
+from equipoise.training.loss.sft import sft_loss as sft_loss
+from equipoise.training.loss.surrogates import PolicyLoss as PolicyLoss
+from equipoise.training.loss.surrogates import policy_losses as policy_losses
+from equipoise.training.loss.value import value_loss as value_loss

@@ -1,0 +1,111 @@
+"""What the losses of one optimizer step are divided by: counted over all ranks, or known from the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from equipoise._checks import as_lengths
+from equipoise.errors import InvalidInput, must
+from equipoise.planning.step import StepPlan
+from equipoise.training.loss.collective import device_of
+from equipoise.training.loss.sequences import segment_keys, sequences_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossDenominators:
+    """What the losses of one optimizer step are divided by, over all ranks.
+
+    Attributes:
+        num_tokens: real tokens under the loss mask.
+        num_rows: real rows; of packed rows, the real sequences in them. One whose mask is all zero counts too: leaving
+            tokens of a row out must not change the weight of the other rows.
+    """
+
+    num_tokens: int
+    num_rows: int
+
+    @property
+    def is_empty(self) -> bool:
+        """True where no token counts: loss and gradient are 0, and the optimizer step is to be skipped."""
+        return self.num_tokens == 0
+
+    @classmethod
+    def of(
+        cls,
+        loss_mask: torch.Tensor,
+        *,
+        is_padding: Any = None,
+        segment_ids: torch.Tensor | None = None,
+        group: Any = None,
+    ) -> LossDenominators:
+        """Count this rank's rows of the mini-batch and add up over ``group`` in one all-reduce.
+
+        Args:
+            loss_mask: shape (rows, width), or jagged; nonzero where a token counts.
+            is_padding: shape (rows,); padding rows count for nothing, whatever their mask.
+            segment_ids: shape (rows, width), for rows that hold several sequences; 0 for none.
+            group: process group of the data-parallel ranks; None for this process alone.
+
+        Raises:
+            InvalidInput: shapes that do not fit.
+
+        >>> LossDenominators.of(torch.tensor([[1, 1, 0], [1, 1, 1]]), is_padding=[False, True])
+        LossDenominators(num_tokens=2, num_rows=1)
+        """
+        tokens = sequences_of(loss_mask, segment_ids=segment_ids, is_padding=is_padding).chosen.sum()
+        rows = loss_mask.shape[0]
+        device = tokens.device
+        padding = torch.zeros(rows, dtype=torch.bool, device=device)
+        if is_padding is not None:
+            padding = torch.as_tensor(is_padding, device=device).bool()
+        if segment_ids is None:
+            num_rows = (~padding).sum()
+        else:
+            key, inside = segment_keys(segment_ids, loss_mask)
+            num_rows = torch.tensor(torch.unique(key[inside & ~padding.unsqueeze(-1)]).numel(), device=device)
+        counts = torch.stack([tokens, num_rows])
+        if group is not None:
+            counts = counts.to(device_of(group))
+            dist.all_reduce(counts, group=group)
+        return cls(num_tokens=int(counts[0]), num_rows=int(counts[1]))
+
+    @classmethod
+    def from_plan(cls, plan: StepPlan, loss_tokens: Any, *, is_padding: Any = None) -> tuple[LossDenominators, ...]:
+        """The denominators of each mini-batch of a plan, on the driver: no collective.
+
+        Args:
+            plan: the plan of the whole step.
+            loss_tokens: tokens under the loss mask of each row, shape (n,), in the caller's numbering.
+            is_padding: as it was given to :func:`equipoise.plan_step`.
+
+        Raises:
+            InvalidInput: not one value per row of the plan, or other padding rows than the plan's.
+
+        >>> from equipoise import StepSpec, plan_step
+        >>> plan = plan_step([5, 4, 3, 2], StepSpec(dp_size=2, num_mini_batches=2))
+        >>> [step.num_tokens for step in LossDenominators.from_plan(plan, [4, 3, 2, 1])]
+        [7, 3]
+        """
+        counts = as_lengths(loss_tokens, field="loss_tokens")
+        n = plan.order.size
+        real = np.ones(n, dtype=bool) if is_padding is None else ~np.asarray(is_padding, dtype=bool)
+        for field, size in (("loss_tokens", counts.size), ("is_padding", real.size)):
+            if size != n:
+                raise InvalidInput(
+                    must(field, f"have one value for each of the plan's {n} rows", size, "pass them all")
+                )
+        found: list[LossDenominators] = []
+        by_rank = [plan.micro_batches(rank) for rank in range(plan.dp_size)]
+        for step, num_rows in enumerate(plan.num_real_rows.tolist()):
+            rows = np.concatenate([micro for rank in by_rank for micro in rank[step]])
+            rows = rows[real[rows]]
+            if rows.size != num_rows:
+                rule = f"leave the plan's {num_rows} real rows in mini-batch {step}"
+                raise InvalidInput(must("is_padding", rule, int(rows.size), "pass what plan_step was given"))
+            found.append(cls(num_tokens=int(counts[rows].sum()), num_rows=num_rows))
+        return tuple(found)
