@@ -32,7 +32,7 @@ def sizes(cut: MicroBatches) -> list[list[int]]:
     return [part.tolist() for part in cut.indices]
 
 
-def test_j1_every_column_is_cut_by_the_same_rows() -> None:
+def test_every_column_is_cut_by_the_same_rows() -> None:
     cut = prepare_micro_batches(rows([10, 20]), micro_batch_size=1)
     assert sizes(cut) == [[0], [1]]
     for i, one in enumerate(cut.batches):
@@ -40,7 +40,7 @@ def test_j1_every_column_is_cut_by_the_same_rows() -> None:
         assert cast(Any, one["input_ids"]).values().tolist() == [i] * (10, 20)[i]
 
 
-def test_g1_outputs_come_back_in_order_dense_and_jagged() -> None:
+def test_outputs_come_back_in_order_dense_and_jagged() -> None:
     data = rows([2, 3, 1])
     cut = MicroBatches([eq.reorder(data, [2, 0]), eq.reorder(data, [1])], [np.array([2, 0]), np.array([1])])
     outputs = [
@@ -56,13 +56,13 @@ def test_g1_outputs_come_back_in_order_dense_and_jagged() -> None:
 def test_restore_wants_all_outputs(number: int) -> None:
     cut = prepare_micro_batches(rows([2, 3, 1]), max_token_len=3)
     outputs = [{"x": torch.zeros(1)}] * number
-    with pytest.raises(InvalidInput, match="be one for each of 2 micro-batches"):
+    with pytest.raises(InvalidInput, match=rf"outputs.*\b2\b.*got {number}"):
         cut.restore(outputs)
 
 
 def test_restore_wants_all_rows() -> None:
     cut = prepare_micro_batches(rows([2, 3, 1]), max_token_len=3)
-    with pytest.raises(InvalidInput, match=r"outputs\[0\]\['x'\] must have the 2 rows of its micro-batch, got 3"):
+    with pytest.raises(InvalidInput, match=r"outputs\[0\]\['x'\].*\b2\b.*got 3"):
         cut.restore([{"x": torch.zeros(3)}, {"x": torch.zeros(1)}])
 
 
@@ -74,21 +74,21 @@ def test_restore_leaves_zero_weight_micro_batches_out() -> None:
 
 
 @pytest.mark.parametrize("width", [6, 40960])
-def test_b2_real_tokens_count_not_the_width(width: int) -> None:
+def test_real_tokens_count_not_the_width(width: int) -> None:
     mask = torch.zeros(2, width, dtype=torch.int64)
     mask[:, :5] = 1
     data = TensorDict({"input_ids": torch.zeros_like(mask), "attention_mask": mask}, batch_size=[2])
     assert sizes(prepare_micro_batches(data, max_token_len=10)) == [[0, 1]]
 
 
-def test_c3_at_least_as_many_as_asked_and_none_empty() -> None:
+def test_at_least_as_many_as_asked_and_none_empty() -> None:
     cut = prepare_micro_batches(rows([1000] * 4), max_token_len=4096, min_micro_batches=3)
     assert sorted(len(part) for part in sizes(cut)) == [1, 1, 2]
 
 
-def test_a10_a_multiple_of_what_is_asked() -> None:
+def test_a_multiple_of_what_is_asked() -> None:
     assert len(prepare_micro_batches(rows([9] * 9), max_token_len=18, multiple=4).indices) == 8
-    with pytest.raises(InfeasiblePlan, match=r"rows of rank 0 must fill 8 micro-batches.*got 'enough for 5'"):
+    with pytest.raises(InfeasiblePlan, match=r"rank 0.*\b8\b.*got .*\b5\b"):
         prepare_micro_batches(rows([9] * 5), max_token_len=9, multiple=4)
 
 
@@ -96,14 +96,14 @@ def test_the_cap_is_that_of_all_ranks_that_share_a_row() -> None:
     assert sizes(prepare_micro_batches(rows([6, 6]), max_token_len=6, sp_size=2)) == [[0, 1]]
 
 
-def test_h6_pairs_stay_together() -> None:
+def test_pairs_stay_together() -> None:
     cut = prepare_micro_batches(rows([3, 4, 1, 1, 6, 2, 2, 2]), max_token_len=9, force_group_size=2)
     assert sorted(i for part in sizes(cut) for i in part) == list(range(8))
     for part in sizes(cut):
         assert all((i ^ 1) in part for i in part)
-    with pytest.raises(InvalidInput, match="rows of rank 0 must be a multiple of force_group_size = 2, got 3"):
+    with pytest.raises(InvalidInput, match=r"rank 0.*force_group_size = 2.*got 3"):
         prepare_micro_batches(rows([1, 1, 1]), max_token_len=9, force_group_size=2)
-    with pytest.raises(InvalidInput, match="micro_batch_size must be a multiple of force_group_size = 2, got 3"):
+    with pytest.raises(InvalidInput, match=r"micro_batch_size.*force_group_size = 2.*got 3"):
         prepare_micro_batches(rows([1, 1, 1, 1]), micro_batch_size=3, force_group_size=2)
 
 
@@ -152,28 +152,28 @@ def test_planned_micro_batches_are_the_plans() -> None:
 
 def test_a_plan_refuses_other_rows_and_settings() -> None:
     plan = eq.plan_step([3, 3, 3, 3], eq.StepSpec(dp_size=2, max_token_len_per_gpu=6))
-    with pytest.raises(InvalidInput, match="data must have the 2 rows that the plan gives rank 1, got 3"):
+    with pytest.raises(InvalidInput, match=r"data.*\b2\b.*rank 1.*got 3"):
         prepare_micro_batches(rows([3, 3, 3]), plan=plan, rank=1)
-    with pytest.raises(InvalidInput, match="must be left out with a plan"):
+    with pytest.raises(InvalidInput, match="settings of micro-batches"):
         prepare_micro_batches(rows([3, 3]), plan=plan, rank=1, max_token_len=8)
-    with pytest.raises(InvalidInput, match="mini_batch must be from 0 to 0, got 1"):
+    with pytest.raises(InvalidInput, match=r"mini_batch.*got 1"):
         prepare_micro_batches(rows([3, 3]), plan=plan, rank=0, mini_batch=1)
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, "must be exactly one"),
-        ({"max_token_len": 4, "micro_batch_size": 2}, "must be exactly one"),
-        ({"max_token_len": 0}, "max_token_len must be a whole number of at least 1, got 0"),
-        ({"micro_batch_size": 0}, "micro_batch_size must be a whole number of at least 1, got 0"),
+        ({}, "max_token_len, micro_batch_size"),
+        ({"max_token_len": 4, "micro_batch_size": 2}, "max_token_len, micro_batch_size.*4.*2"),
+        ({"max_token_len": 0}, "max_token_len.*got 0"),
+        ({"micro_batch_size": 0}, "micro_batch_size.*got 0"),
         (
             {"micro_batch_size": 2},
-            r"rows of rank 0 must be a multiple of micro_batch_size = 2, got 3; legal sizes: \[1, 3",
+            r"rank 0.*micro_batch_size = 2.*got 3.*\[1, 3",
         ),
-        ({"max_token_len": 4, "on_shortage": "zero"}, "be one of \\['error', 'zero_weight'\\], got 'zero'"),
-        ({"max_token_len": 4, "oversize": "drop"}, "oversize must be one of"),
-        ({"max_token_len": 4}, "row 1 of rank 0 must have at most 4 tokens"),
+        ({"max_token_len": 4, "on_shortage": "zero"}, "on_shortage.*'error', 'zero_weight'.*got 'zero'"),
+        ({"max_token_len": 4, "oversize": "drop"}, "oversize.*got 'drop'"),
+        ({"max_token_len": 4}, r"row 1 of rank 0.*\b4\b.*got 5"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(settings: dict[str, Any], text: str) -> None:
@@ -182,7 +182,7 @@ def test_what_cannot_be_cut_is_refused(settings: dict[str, Any], text: str) -> N
 
 
 def test_a_row_without_a_token_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="row 1 must have a token"):
+    with pytest.raises(InvalidInput, match=r"row 1.*got 0"):
         prepare_micro_batches(rows([3, 0, 3]), max_token_len=8)
 
 
@@ -198,7 +198,7 @@ def test_a_packed_row_tells_positions_and_the_next_tokens() -> None:
 @pytest.mark.parametrize("ids", [torch.zeros(2, 3, dtype=torch.int64), None])
 def test_a_row_is_packed_from_jagged_tokens_only(ids: Any) -> None:
     data = TensorDict({} if ids is None else {"input_ids": ids}, batch_size=[2])
-    with pytest.raises(InvalidInput, match="input_ids must be jagged rows of token ids"):
+    with pytest.raises(InvalidInput, match=r"input_ids.*jagged"):
         PackedRow.of(data)
 
 
@@ -207,5 +207,5 @@ def test_outputs_of_micro_batches_have_the_same_columns() -> None:
     cut = eq.prepare_micro_batches(TensorDict({"input_ids": ids}, batch_size=[2]), micro_batch_size=1)
     one = torch.zeros(1)
     for first, second in (({"y": one}, {"y": one, "z": one}), ({"y": one, "z": one}, {"y": one})):
-        with pytest.raises(eq.InvalidInput, match=r"outputs\[1\] must have the columns"):
+        with pytest.raises(eq.InvalidInput, match=r"outputs\[1\]"):
             cut.restore([first, second])

@@ -1,6 +1,17 @@
-"""Rows of tensors: pad a batch, reorder every column together, put outputs back in order."""
+"""Rows of tensors: pad a batch, reorder every column together, cut by a plan, put outputs back in order."""
 
-from equipoise.training.batch.padding import pad_batch
-from equipoise.training.batch.reorder import reorder, restore
+from equipoise.training.batch.cut import consecutive, cut_rows, join_outputs, restore
+from equipoise.training.batch.padding import pad_batch, padding_row
+from equipoise.training.batch.reorder import num_rows, reorder, row_lengths
 
-__all__ = ["pad_batch", "reorder", "restore"]
+__all__ = [
+    "consecutive",
+    "cut_rows",
+    "join_outputs",
+    "num_rows",
+    "pad_batch",
+    "padding_row",
+    "reorder",
+    "restore",
+    "row_lengths",
+]

@@ -5,22 +5,70 @@
 
 from __future__ import annotations
 
-import copy
 import uuid
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from equipoise._checks import is_whole
 from equipoise.errors import InvalidInput, must
-from equipoise.training.batch.reorder import join_rows, num_rows, row_lengths, rows_of, stack
+from equipoise.training.batch.reorder import join_rows, num_rows, ragged_dim, row_lengths, rows_of, stack
 
-_IDS = frozenset({"input_ids", "prompts", "responses"})
+_IDS = frozenset({"input_ids", "prompts", "responses", "teacher_ids"})
 _POSITIONS = frozenset({"position_ids"})
 _ATTENTION = frozenset({"attention_mask"})
+_MEDIA = ("pixel_", "image_", "images", "video", "audio", "multi_modal")
 _LEAST_TOKENS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Padding:
+    """What padding rows are made of."""
+
+    eos: int
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.tokens, _LEAST_TOKENS):
+            rule = "be at least 2, a prompt token and a response token"
+            raise InvalidInput(must("min_row_tokens", rule, self.tokens, "use 2, or what the engine aligns rows to"))
+
+    def row(self, name: str, like: torch.Tensor, *, ragged: int, covered: int) -> torch.Tensor:
+        """A row shaped as ``like``, but with ``covered`` tokens in its dimension ``ragged``."""
+        shape = list(like.shape)
+        shape[ragged] = covered
+        row = like.new_zeros(shape)
+        if name in _IDS:
+            row.fill_(self.eos)
+        elif name in _ATTENTION:
+            row.fill_(1)
+        elif name in _POSITIONS:
+            places = torch.arange(covered, device=row.device, dtype=row.dtype)
+            row += places.reshape(-1, *[1] * (row.dim() - 1 - ragged))
+        return row
+
+    def covered(self, name: str, matches: Mapping[str, bool]) -> int:
+        """Tokens of a padding row that a column covers: all, the prompt's, the response's, or none.
+
+        Args:
+            name: of the column.
+            matches: whether the column is as long as that one, in each row.
+        """
+
+        def like(*names: str) -> bool:
+            return any(matches.get(other, False) for other in names)
+
+        if name.startswith(_MEDIA):
+            return 0
+        if like("input_ids", "attention_mask", "position_ids"):
+            return self.tokens
+        if name == "prompts" or (like("prompts") and not like("responses", "response_mask")):
+            return self.tokens - 1
+        return int(like("responses", "response_mask"))
 
 
 def pad_batch(
@@ -28,10 +76,10 @@ def pad_batch(
 ) -> TensorDict:
     """Append rows that change no loss: a prompt, one response token, masks 0, a uid of their own.
 
-    Jagged columns get one value for each token of the prompt and one for the response, as far as they cover them; dense
-    columns are filled where prompt and response meet and are 0 elsewhere (tokens that do not fit before the response go
-    on in its room). Every padding row has its own ``uid``, so that no group statistic meets it, and ``is_padding`` is
-    True for it alone.
+    Jagged columns get one value for each token of the prompt and one for the response, as far as they cover them, and
+    none where they cover neither, as the patches of images; dense columns are filled where prompt and response meet and
+    are 0 elsewhere (tokens that do not fit before the response go on in its room). Every padding row has its own
+    ``uid``, so that no group statistic meets it, and ``is_padding`` is True for it alone.
 
     Args:
         batch: batch size (n,), n at least 1, with ``input_ids`` and either ``responses`` or ``response_mask``.
@@ -52,14 +100,11 @@ def pad_batch(
         raise InvalidInput(must("batch", "hold at least one row to take the columns from", 0, "skip the empty step"))
     if not is_whole(num_padding):
         raise InvalidInput(must("num_padding", "be a whole number of at least 0", num_padding, "pass rows to append"))
-    tokens = min_row_tokens
-    if not is_whole(tokens, _LEAST_TOKENS):
-        rule = "be at least 2, a prompt token and a response token"
-        raise InvalidInput(must("min_row_tokens", rule, tokens, "use 2, or what the engine aligns rows to"))
+    padding = _Padding(eos=eos_token_id, tokens=min_row_tokens)
     columns: dict[str, Any] = {}
     for name, column in batch.items():
         if name != "is_padding":
-            columns[str(name)] = _extended(str(name), column, batch, num_padding, eos_token_id, tokens)
+            columns[str(name)] = _extended(str(name), column, batch, num_padding, padding)
     was = batch.get("is_padding", None)
     before = torch.zeros(n, dtype=torch.bool) if was is None else was.bool()
     columns["is_padding"] = torch.cat([before, torch.ones(num_padding, dtype=torch.bool, device=before.device)])
@@ -68,76 +113,110 @@ def pad_batch(
     return TensorDict(columns, batch_size=[n + num_padding], device=batch.device)
 
 
+def padding_row(row: Mapping[str, Any], *, eos_token_id: int, min_row_tokens: int = _LEAST_TOKENS) -> dict[str, Any]:
+    """One padding row with the columns of ``row``, as :func:`pad_batch` makes them.
+
+    Args:
+        row: one unpadded row by column: tensors without a batch dimension, of which ``input_ids``, ``prompts`` and
+            ``responses`` (or ``response_mask``) tell what the others cover, and non-tensor values.
+        eos_token_id: the token of the padding row.
+        min_row_tokens: its tokens, all but one in its prompt; at least 2.
+
+    Returns:
+        As many columns. Masks, scores and side data are 0 or empty; ``uid`` is new; ``is_padding`` is True where there
+        is one.
+
+    Raises:
+        InvalidInput: too few tokens, or no ``input_ids``.
+
+    >>> row = {"input_ids": torch.arange(9), "responses": torch.arange(4), "response_mask": torch.ones(4), "uid": "a"}
+    >>> made = padding_row(row, eos_token_id=7)
+    >>> made["input_ids"].tolist(), made["responses"].tolist(), made["response_mask"].tolist()
+    ([7, 7], [7], [0.0])
+    """
+    padding = _Padding(eos=eos_token_id, tokens=min_row_tokens)
+    ids = row.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 1:
+        raise InvalidInput(must("row", "have input_ids of one dimension", sorted(row), "pass one unpadded row"))
+    lengths = {
+        name: row[name].shape[-1]
+        for name in ("input_ids", "prompts", "responses", "response_mask")
+        if isinstance(row.get(name), torch.Tensor) and row[name].dim()
+    }
+    return {str(name): _value(str(name), value, lengths, padding) for name, value in row.items()}
+
+
 def _own_uids(count: int) -> list[str]:
     return [f"padding-{uuid.uuid4().hex}" for _ in range(count)]
 
 
-def _extended(name: str, column: Any, batch: TensorDict, count: int, eos: int, tokens: int) -> Any:
+def _value(name: str, value: Any, lengths: Mapping[str, int], padding: _Padding) -> Any:
+    """What a padding row has in place of ``value``."""
+    if name == "uid":
+        return _own_uids(1)[0]
+    if name == "is_padding":
+        return torch.ones_like(value) if isinstance(value, torch.Tensor) else True
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return _neutral(value)
+    # positions may have a dimension before that of the tokens (mRoPE), side data of tokens have theirs behind it
+    ragged = value.dim() - 1 if name in _POSITIONS else 0
+    matches = {other: value.shape[ragged] == length for other, length in lengths.items()}
+    if name.startswith(_MEDIA) or any(matches.values()):
+        return padding.row(name, value, ragged=ragged, covered=padding.covered(name, matches))
+    return torch.zeros_like(value)
+
+
+def _extended(name: str, column: Any, batch: TensorDict, count: int, padding: _Padding) -> Any:
     n = batch.batch_size[0]
     if isinstance(column, torch.Tensor):
-        if column.shape[0] != n:
-            raise InvalidInput(must(f"column {name!r}", f"have the batch's {n} rows", column.shape[0], "mend it"))
+        if column.size(0) != n:
+            raise InvalidInput(must(f"column {name!r}", f"have the batch's {n} rows", column.size(0), "fix it"))
         if column.is_nested:
-            row = _jagged_row(name, column, batch, eos, tokens)
-            return join_rows([*rows_of(column), *[row.clone() for _ in range(count)]], column)
-        return torch.cat([column, _dense_row(name, column, batch, eos, tokens).expand(count, *column.shape[1:])])
+            rows = rows_of(name, column)
+            covered = padding.covered(name, _matches(row_lengths(name, column), batch))
+            row = padding.row(name, rows[0], ragged=ragged_dim(column) - 1, covered=covered)
+            return join_rows([*rows, *[row.clone() for _ in range(count)]], column)
+        return torch.cat([column, _dense_row(name, column, batch, padding).expand(count, *column.shape[1:])])
     if isinstance(column, NonTensorStack):
         values = column.tolist()
-        return stack([*values, *(_own_uids(count) if name == "uid" else _neutral(values[0], count))])
+        return stack([*values, *(_own_uids(count) if name == "uid" else [_neutral(values[0]) for _ in range(count)])])
     if isinstance(column, NonTensorData):
         return NonTensorData(column.data, batch_size=[n + count] if column.batch_size else [])
     raise InvalidInput(must(f"column {name!r}", "be a tensor or non-tensor data", type(column).__name__, "convert it"))
 
 
-def _neutral(example: Any, count: int) -> list[Any]:
+def _matches(lengths: list[int], batch: TensorDict) -> dict[str, bool]:
+    """Which jagged columns have rows of these lengths."""
+    return {
+        str(name): lengths == row_lengths(str(name), column)
+        for name, column in batch.items()
+        if isinstance(column, torch.Tensor) and column.is_nested
+    }
+
+
+def _neutral(example: Any) -> Any:
     """An empty value of the example's kind: side data of one row must not be counted for another."""
-    if isinstance(example, (list, tuple, dict, str)):
-        return [type(example)() for _ in range(count)]
-    if isinstance(example, (bool, int, float, np.number)):
-        return [type(example)(0) for _ in range(count)]
-    return [None if example is None else copy.deepcopy(example) for _ in range(count)]
+    if isinstance(example, torch.Tensor):
+        return torch.zeros_like(example) if not example.dim() else example[:0].clone()
+    if isinstance(example, np.ndarray):
+        array = cast("np.ndarray[Any, np.dtype[Any]]", example)
+        return np.zeros_like(array) if not array.ndim else array[:0].copy()
+    if isinstance(example, TensorDictBase):
+        return {}
+    if isinstance(example, (list, tuple, dict, str, bytes, bool, int, float, np.number)):
+        return type(example)()
+    return None
 
 
-def _jagged_row(name: str, column: torch.Tensor, batch: TensorDict, eos: int, tokens: int) -> torch.Tensor:
-    """One row with a value for each token of prompt and response that the column covers."""
-    covered = _covered(name, row_lengths(column), batch, tokens)
-    like = rows_of(column)[0]
-    ragged = int(getattr(column, "_ragged_idx", 1)) - 1
-    shape = list(like.shape)
-    shape[ragged] = covered
-    row = like.new_zeros(shape)
-    if name in _IDS:
-        row.fill_(eos)
-    elif name in _ATTENTION:
-        row.fill_(1)
-    elif name in _POSITIONS:
-        row += torch.arange(covered, device=row.device, dtype=row.dtype)
-    return row
-
-
-def _covered(name: str, lengths: list[int], batch: TensorDict, tokens: int) -> int:
-    """Tokens of a padding row that a jagged column of these lengths covers: all, the prompt's or the response's."""
-
-    def like(*names: str) -> bool:
-        others = (batch.get(other, None) for other in names)
-        return any(isinstance(o, torch.Tensor) and o.is_nested and row_lengths(o) == lengths for o in others)
-
-    if like("input_ids", "attention_mask", "position_ids"):
-        return tokens
-    if name == "prompts" or (like("prompts") and not like("responses", "response_mask")):
-        return tokens - 1
-    return 1
-
-
-def _dense_row(name: str, column: torch.Tensor, batch: TensorDict, eos: int, tokens: int) -> torch.Tensor:
+def _dense_row(name: str, column: torch.Tensor, batch: TensorDict, padding: _Padding) -> torch.Tensor:
     """A (1, …) row; tokens sit where the left-padded prompt ends and the right-padded response begins."""
     row = column.new_zeros((1, *column.shape[1:]))
     if column.dim() < 2:
         return row
     if name in _IDS:
-        return row.fill_(eos)
+        return row.fill_(padding.eos)
     if name in _ATTENTION or name in _POSITIONS:
-        width = column.shape[-1]
+        width, tokens = column.shape[-1], padding.tokens
         if tokens > max(width, _LEAST_TOKENS):
             rule = f"be at most {width}, the width of column {name!r}"
             raise InvalidInput(must("min_row_tokens", rule, tokens, "widen the dense columns or use fewer tokens"))

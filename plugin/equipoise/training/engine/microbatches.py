@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -20,10 +20,11 @@ from equipoise.errors import InvalidInput, must, nearest
 from equipoise.planning.partition import pack
 from equipoise.planning.partition.pack import round_up
 from equipoise.planning.step.result import StepPlan
-from equipoise.training.batch.reorder import join_rows, num_rows, reorder, row_lengths, rows_of
+from equipoise.training.batch import consecutive, cut_rows, join_outputs
+from equipoise.training.batch.cut import Outputs
+from equipoise.training.batch.reorder import num_rows, row_lengths, rows_of
 from equipoise.training.engine.agreement import Fault, Need, agree, checksum, raise_alike, raise_shortage
 
-Outputs = TensorDict | Mapping[str, torch.Tensor]
 _FILLER_TOKENS = 2
 
 
@@ -52,23 +53,7 @@ class MicroBatches(NamedTuple):
         real = [i for i, rows in enumerate(self.indices) if rows.size]
         if len(outputs) == len(self.indices):
             outputs = [outputs[i] for i in real]
-        if len(outputs) != len(real):
-            rule = f"be one for each of {len(real)} micro-batches"
-            raise InvalidInput(must("outputs", rule, len(outputs), "pass them all"))
-        indices = [self.indices[i] for i in real]
-        for i, (output, rows) in enumerate(zip(outputs, indices, strict=True)):
-            if set(output.keys()) != set(outputs[0].keys()):
-                rule = f"have the columns {sorted(map(str, outputs[0].keys()))} of the first"
-                raise InvalidInput(must(f"outputs[{i}]", rule, sorted(map(str, output.keys())), "give all the same"))
-            for name, column in output.items():
-                if len(column) != rows.size:
-                    rule = f"have the {rows.size} rows of its micro-batch"
-                    raise InvalidInput(must(f"outputs[{i}][{name!r}]", rule, len(column), "keep all rows"))
-        if not indices:
-            return TensorDict({}, batch_size=[0])
-        ran = np.concatenate(indices)
-        columns = {str(name): _joined([output[str(name)] for output in outputs]) for name in outputs[0].keys()}  # noqa: SIM118
-        return reorder(TensorDict(columns, batch_size=[ran.size]), np.argsort(ran, kind="stable"))
+        return join_outputs(outputs, [self.indices[i] for i in real])
 
 
 def prepare_micro_batches(
@@ -135,7 +120,7 @@ def prepare_micro_batches(
     )
     if plan is not None:
         indices = _planned(data, plan, rank, mini_batch, ask, group)
-        return MicroBatches([_rows(data, rows) for rows in indices], indices)
+        return MicroBatches(cut_rows(data, indices), indices)
     if (max_token_len is None) == (micro_batch_size is None):
         got = {"max_token_len": max_token_len, "micro_batch_size": micro_batch_size}
         raise InvalidInput(must("plan, max_token_len, micro_batch_size", "be exactly one", got, "pass one of them"))
@@ -146,7 +131,8 @@ def prepare_micro_batches(
         rule = f"be a multiple of force_group_size = {ask.together}"
         raise InvalidInput(must("micro_batch_size", rule, ask.rows, "count rows, not groups"))
     indices = _agreed(data, ask, group)
-    return MicroBatches([_rows(data, rows) if rows.size else _filler(data) for rows in indices], indices)
+    real = iter(cut_rows(data, [rows for rows in indices if rows.size]))
+    return MicroBatches([next(real) if rows.size else _filler(data) for rows in indices], indices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +160,12 @@ def token_lengths(data: TensorDict) -> IntArray:
     if not isinstance(ids, torch.Tensor):
         raise InvalidInput(must("data", "have a tensor 'input_ids'", sorted(map(str, data.keys())), "add it"))
     if ids.is_nested:
-        return np.asarray(row_lengths(ids), dtype=np.int64)
+        return np.asarray(row_lengths("input_ids", ids), dtype=np.int64)
     mask = data.get("attention_mask", None)
     if not isinstance(mask, torch.Tensor):
         got = f"dense input_ids of shape {tuple(ids.shape)}"
         raise InvalidInput(must("data", "have jagged input_ids or an attention_mask", got, "pass real rows"))
-    lengths = rows_of(mask.sum(-1)) if mask.is_nested else mask.sum(-1)
+    lengths = rows_of("attention_mask", mask.sum(-1)) if mask.is_nested else mask.sum(-1)
     return np.asarray([int(length) for length in lengths], dtype=np.int64)
 
 
@@ -266,8 +252,8 @@ def _planned(
     if mini_batch is not None and not 0 <= mini_batch < len(steps):
         raise InvalidInput(must("mini_batch", f"be from 0 to {len(steps) - 1}", mini_batch, "count from 0"))
     sizes = [[rows.size for rows in step] for step in steps]
-    ends = np.cumsum([size for step in sizes for size in step])
-    every = np.split(np.arange(int(ends[-1]), dtype=np.int64), ends[:-1])
+    every = consecutive([size for step in sizes for size in step])
+    num_planned = sum(rows.size for rows in every)
     n = num_rows(data)
     if mini_batch is None:
         chosen, first = every, 0
@@ -277,7 +263,7 @@ def _planned(
         own = sum(sizes[mini_batch])
         first = int(chosen[0][0]) if n == own else 0
     wanted = sum(rows.size for rows in chosen)
-    if n not in (wanted, int(ends[-1])):
+    if n not in (wanted, num_planned):
         rule = f"have the {wanted} rows that the plan gives rank {_rank(rank, group)}"
         raise InvalidInput(must("data", rule, n, "reorder the batch by plan.order and cut it by rank"))
     indices = [rows - first for rows in chosen]
@@ -303,10 +289,6 @@ def _rank(rank: int | None, group: Any) -> int:
     return 0
 
 
-def _rows(data: TensorDict, rows: IntArray) -> TensorDict:
-    return data if rows.size == data.batch_size[0] and bool((np.diff(rows) == 1).all()) else reorder(data, rows)
-
-
 def _filler(data: TensorDict) -> TensorDict:
     """One row that any model takes: token 0 twice."""
     ids = data.get("input_ids", None)
@@ -316,12 +298,6 @@ def _filler(data: TensorDict) -> TensorDict:
         return TensorDict({"input_ids": row, "attention_mask": torch.ones_like(row)}, batch_size=[1])
     jagged = torch.nested.as_nested_tensor([row[0]], layout=torch.jagged)
     return TensorDict({"input_ids": jagged}, batch_size=[1])
-
-
-def _joined(columns: list[torch.Tensor]) -> torch.Tensor:
-    if columns[0].is_nested:
-        return join_rows([row for column in columns for row in rows_of(column)], columns[0])
-    return torch.cat(columns)
 
 
 def _choice(field: str, value: str, options: tuple[str, ...]) -> str:
