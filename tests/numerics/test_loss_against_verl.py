@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from equipoise.training.loss import aggregation
 ROWS, WIDTH = 12, 9
 HORIZON = 16.0
 EXACT = 1e-12
+NAMES = ("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor")
 NEAR = 1e-8  # verl adds 1e-8 to the counts that it divides by
 
 
@@ -154,6 +156,66 @@ def test_aggregation_agrees(mode: str, counted: bool) -> None:
     tolerance = NEAR if mode == "seq-mean-token-mean" else EXACT
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, check_dtype=False)
     torch.testing.assert_close(gradient(ours, data), gradient(theirs, data), rtol=tolerance, atol=tolerance)
+
+
+def test_aggregation_takes_verls_arguments() -> None:
+    ours, theirs = (list(inspect.signature(each).parameters.values()) for each in (eq.agg_loss, core_algos().agg_loss))
+    same = [(each.name, each.kind, each.default) for each in ours[: len(theirs)]]
+    assert same == [(each.name, each.kind, each.default) for each in theirs]
+    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in ours[len(theirs) :])
+
+
+@pytest.mark.parametrize("mode", aggregation.MODES)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32])
+@pytest.mark.parametrize("tensors", [False, True])
+def test_aggregation_agrees_as_verls_losses_call_it(mode: str, dtype: torch.dtype, tensors: bool) -> None:
+    """Masks of any type, counts as tensors, all by position or name; the loss is then changed in place."""
+    data = draw(7)
+    counts: list[Any] = [2, 301, 40, HORIZON]
+    if tensors:
+        counts[1:3] = [torch.tensor(301), torch.tensor(40.0)]
+    found: list[torch.Tensor] = []
+    for agg_loss in (eq.agg_loss, core_algos().agg_loss):
+        by_place = agg_loss(data.log_prob, data.mask.to(dtype), mode, *counts)
+        by_name = agg_loss(
+            loss_mat=data.log_prob,
+            loss_mask=data.mask.to(dtype),
+            loss_agg_mode=mode,
+            **dict(zip(NAMES, counts, strict=True)),
+        )
+        assert torch.equal(by_place, by_name)
+        by_name -= 0.25 * agg_loss(data.log_prob.square(), data.mask.to(dtype), mode, *counts)
+        found += [by_name, gradient(by_name, data)]
+    tolerance = NEAR if mode == "seq-mean-token-mean" else EXACT
+    for ours, theirs in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, check_dtype=False)
+
+
+@pytest.mark.parametrize("mode", aggregation.MODES)
+@pytest.mark.parametrize("under", [float("nan"), float("inf")])
+@pytest.mark.parametrize("wider", [0, 5])
+def test_neither_what_is_under_the_mask_nor_the_width_reaches_the_loss(mode: str, under: float, wider: int) -> None:
+    """Equal to the bit in float64, in value and gradient, where verl gives NaN or another number."""
+    data = draw(8)
+    counts = (2, 301, 40, HORIZON)
+    want = eq.agg_loss(data.log_prob, data.mask, mode, *counts)
+    slope = gradient(want, data)
+    dirty = torch.where(data.mask.bool(), data.log_prob, under)
+    dirty = torch.nn.functional.pad(dirty, (0, wider), value=under)
+    found = eq.agg_loss(dirty, torch.nn.functional.pad(data.mask, (0, wider)), mode, *counts)
+    torch.testing.assert_close(found, want, rtol=EXACT, atol=EXACT)
+    assert torch.equal(gradient(found, data), slope)
+
+
+def test_without_a_constant_verls_norm_changes_with_the_width_and_ours_is_refused() -> None:
+    data = draw(9)
+    wide = [torch.nn.functional.pad(each, (0, 5)) for each in (data.log_prob, data.mask)]
+    mode = "seq-mean-token-sum-norm"
+    assert not torch.isclose(
+        core_algos().agg_loss(data.log_prob, data.mask, mode), core_algos().agg_loss(*wide, mode), rtol=0.1
+    )
+    with pytest.raises(eq.InvalidInput, match=r"loss_scale_factor.*got None"):
+        eq.agg_loss(data.log_prob, data.mask, mode)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k1+", "k3+"])

@@ -17,15 +17,15 @@ def agg_loss(
     loss_mat: torch.Tensor,
     loss_mask: torch.Tensor,
     loss_agg_mode: str,
-    *,
     dp_size: int = 1,
     batch_num_tokens: int | None = None,
     global_batch_size: int | None = None,
     loss_scale_factor: float | None = None,
+    *,
     segment_ids: torch.Tensor | None = None,
     is_padding: Any = None,
 ) -> torch.Tensor:
-    """One micro-batch's share of a mini-batch loss, as verl 0.9.1 calls it (``verl/trainer/ppo/core_algos.py``).
+    """One micro-batch's share of a mini-batch loss, with verl's arguments (0.9.1, ``core_algos.agg_loss``).
 
     Shares add up over micro-batches; the mean over ranks, which data-parallel engines take, gives the loss::
 
