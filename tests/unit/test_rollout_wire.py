@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from equipoise.rollout.transfer import EngineFacts, KVLayout, RequestState, Sampling, WireError, wire
+from equipoise.rollout.transfer import EngineFacts, KVLayout, RequestState, Sampling, wire
+from equipoise.wire import WireError
 
 STATES = [
     RequestState(id="a", prompt=(1, 2, 3), sampling=Sampling(seed=2**63 - 1, stop_token_ids=(7, 9), top_p=0.3)),
@@ -79,7 +80,8 @@ def test_every_changed_byte_is_refused() -> None:
 
 def _signed(raw: bytes, body: bytes) -> bytes:
     """A message with another body whose checksum is right."""
-    return raw[:6] + struct.pack("<QI", len(body), zlib.crc32(body)) + body
+    head = raw[:6] + struct.pack("<Q", len(body))
+    return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
 
 
 def test_a_made_up_body_is_refused_or_a_legal_request_and_never_read_past_its_end() -> None:
@@ -104,7 +106,7 @@ def test_a_made_up_body_is_refused_or_a_legal_request_and_never_read_past_its_en
 
 def test_a_count_beyond_the_message_is_refused_before_memory_is_taken() -> None:
     raw = wire.pack_states(STATES)
-    with pytest.raises(WireError, match="must hold the 4294967295 parts that it names"):
+    with pytest.raises(WireError, match="4294967295"):
         wire.unpack_states(_signed(raw, b"\xff\xff\xff\xff" + raw[22:]))
 
 
@@ -117,9 +119,9 @@ def test_values_out_of_range_are_refused(field: str, value: object) -> None:
 
 
 def test_kinds_and_versions_are_told_apart() -> None:
-    with pytest.raises(WireError, match="must begin with"):
+    with pytest.raises(WireError, match=r"3, 2.*3, 1"):
         wire.unpack_table(wire.pack_states(STATES))
     raw = bytearray(wire.pack_vote(""))
     raw[2] += 1
-    with pytest.raises(WireError, match="run one version everywhere"):
+    with pytest.raises(WireError, match=r"4, 3.*3, 3"):
         wire.unpack_vote(bytes(raw))

@@ -7,7 +7,6 @@ from equipoise.rollout.transfer.state import RequestState as RequestState
 from equipoise.rollout.transfer.state import Sampling as Sampling
 from equipoise.rollout.transfer.state import SteppingEngine as SteppingEngine
 from equipoise.rollout.transfer.state import StepReport as StepReport
-from equipoise.rollout.transfer.wire import WireError as WireError
 
 __all__ = [
     "EngineFacts",
@@ -17,5 +16,4 @@ __all__ = [
     "Sampling",
     "StepReport",
     "SteppingEngine",
-    "WireError",
 ]

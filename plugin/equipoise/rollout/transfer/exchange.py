@@ -16,6 +16,7 @@ from equipoise.rollout.transfer import wire
 from equipoise.rollout.transfer.channel import Channel, RankLost
 from equipoise.rollout.transfer.state import KVLayout, MovableEngine, RequestState
 from equipoise.rollout.transfer.wire import Row, Table
+from equipoise.wire import WireError
 
 TRANSFERS = ("kv", "recompute")
 _IN_FLIGHT = 2
@@ -218,7 +219,7 @@ def _carry(
     if not trouble:
         try:
             incoming = _accept(raw, channel.rank, tables, moves, transfer)
-        except wire.WireError as error:
+        except WireError as error:
             trouble = f"requests that came: {error}"
     refused = _vote(channel, trouble, "agreeing on what to send")
     if refused:
@@ -247,13 +248,11 @@ def _accept(
     for sender, states in found.items():
         planned = [str(move.request_id) for move in moves if (move.from_rank, move.to_rank) == (sender, rank)]
         if [state.id for state in states] != planned:
-            raise wire.WireError(f"rank {sender} must send {planned}, got {[state.id for state in states]}")
+            raise WireError(f"rank {sender} must send {planned}, got {[state.id for state in states]}")
         rows = {row.id: row for row in tables[sender].rows}
         for state in states:
             if not _same(state, rows[state.id], transfer):
-                raise wire.WireError(
-                    f"request {state.id!r} must be as rank {sender} told, got {state.num_tokens} tokens"
-                )
+                raise WireError(f"request {state.id!r} must be as rank {sender} told, got {state.num_tokens} tokens")
     return {sender: states for sender, states in found.items() if states}
 
 

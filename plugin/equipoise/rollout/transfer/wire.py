@@ -1,45 +1,22 @@
-"""Binary messages between ranks: versioned, checksummed, every count checked against what arrived before it is used.
-
-Layout of a message, little-endian: magic ``EQ``, version (u16), kind (u16), length of the body (u64), CRC-32 of the
-body (u32), the body. Nothing that arrives is executed, as unpickling would.
-"""
+"""What ranks tell each other of requests, in the framing of :mod:`equipoise.wire`."""
 
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
-import numpy.typing as npt
-
-from equipoise.errors import EquipoiseError, InvalidInput
+from equipoise.errors import InvalidInput
 from equipoise.rollout.transfer.state import DTYPES, FINISH_REASONS, EngineFacts, KVLayout, RequestState, Sampling
+from equipoise.wire import Kind, Reader, WireError, Writer
 
-VERSION = 2
-_HEAD = struct.Struct("<2sHHQI")
-_MAGIC = b"EQ"
+_VERSION = 3
 _STATE = struct.Struct("<IIBQdIddddIIIIII")
 _ROW = struct.Struct("<IIIIIBI")
 _TABLE = struct.Struct("<IIIIIIIQQdQdIIII")
 _SAMPLE = struct.Struct("<IQd")
 _ENDED = struct.Struct("<II")
-_COUNT = struct.Struct("<I")
-
-
-class WireError(EquipoiseError, ValueError):
-    """A message is not what the schema says."""
-
-
-class Kind(IntEnum):
-    """What a message holds."""
-
-    TABLE = 1
-    STATES = 2
-    VOTE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,81 +60,6 @@ class Table:
     prefilled: tuple[int, float] = (0, 0.0)
 
 
-class _Writer:
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-
-    def pack(self, form: struct.Struct, *values: Any) -> None:
-        try:
-            self.parts.append(form.pack(*values))
-        except struct.error as error:
-            raise WireError(f"a message must hold values in the range of its fields; {error}") from error
-
-    def text(self, text: str) -> None:
-        raw = text.encode()
-        self.pack(_COUNT, len(raw))
-        self.parts.append(raw)
-
-    def array(self, values: Sequence[float], dtype: str) -> None:
-        try:
-            self.parts.append(np.asarray(values, dtype=dtype).tobytes())
-        except OverflowError as error:
-            raise WireError(f"a message must hold values in the range of its fields; {error}") from error
-
-    def message(self, kind: Kind) -> bytes:
-        body = b"".join(self.parts)
-        return _HEAD.pack(_MAGIC, VERSION, kind, len(body), zlib.crc32(body)) + body
-
-
-class _Reader:
-    """Reads a message from front to back; nothing beyond its end, nothing left over."""
-
-    def __init__(self, raw: bytes, kind: Kind) -> None:
-        if len(raw) < _HEAD.size:
-            raise WireError(f"a message must hold a head of {_HEAD.size} bytes, got {len(raw)}")
-        magic, version, found, length, crc = _HEAD.unpack_from(raw)
-        if magic != _MAGIC or version != VERSION or found != kind:
-            want = (_MAGIC, VERSION, int(kind))
-            raise WireError(
-                f"a message must begin with {want}, got {(magic, version, found)}; run one version everywhere"
-            )
-        self.raw = memoryview(raw)[_HEAD.size :]
-        self.at = 0
-        if length != len(self.raw) or zlib.crc32(self.raw) != crc:
-            raise WireError(f"a message must hold the {length} bytes that were sent, got {len(self.raw)} or others")
-
-    def take(self, size: int) -> memoryview:
-        if size > len(self.raw) - self.at:
-            raise WireError(f"a message must hold {size} more bytes, got {len(self.raw) - self.at}")
-        self.at += size
-        return self.raw[self.at - size : self.at]
-
-    def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
-        return form.unpack(self.take(form.size))
-
-    def count(self, least_size: int) -> int:
-        """A number of parts that the rest can hold."""
-        (number,) = self.unpack(_COUNT)
-        if number * least_size > len(self.raw) - self.at:
-            raise WireError(
-                f"a message must hold the {number} parts that it names, got {len(self.raw) - self.at} bytes"
-            )
-        return number
-
-    def text(self) -> str:
-        try:
-            return bytes(self.take(self.count(1))).decode()
-        except UnicodeDecodeError as error:
-            raise WireError(f"a message must hold UTF-8 text; {error}") from error
-
-    def array(self, number: int, dtype: str) -> npt.NDArray[Any]:
-        return np.frombuffer(self.take(number * np.dtype(dtype).itemsize), dtype=dtype)
-
-    def end(self) -> None:
-        if self.at != len(self.raw):
-            raise WireError(f"a message must end with its last part, got {len(self.raw) - self.at} bytes more")
-
-
 def pack_states(states: Sequence[RequestState]) -> bytes:
     """Requests without the contents of their cache.
 
@@ -165,8 +67,8 @@ def pack_states(states: Sequence[RequestState]) -> bytes:
     >>> unpack_states(pack_states([state])) == [state]
     True
     """
-    out = _Writer()
-    out.pack(_COUNT, len(states))
+    out = Writer()
+    out.count(len(states))
     for state in states:
         how = state.sampling
         reason = 0 if state.finish_reason is None else 1 + FINISH_REASONS.index(state.finish_reason)
@@ -178,7 +80,7 @@ def pack_states(states: Sequence[RequestState]) -> bytes:
         for tokens in (how.stop_token_ids, state.prompt, state.output):
             out.array(tokens, "<i4")
         out.array(state.log_probs, "<f8")
-    return out.message(Kind.STATES)
+    return out.message(Kind.STATES, version=_VERSION)
 
 
 def unpack_states(raw: bytes) -> list[RequestState]:
@@ -187,13 +89,13 @@ def unpack_states(raw: bytes) -> list[RequestState]:
     Raises:
         WireError: the message is cut, changed, of another version, or holds values that no request has.
     """
-    read = _Reader(raw, Kind.STATES)
+    read = Reader(raw, Kind.STATES, version=_VERSION)
     found = [_state(read) for _ in range(read.count(_STATE.size))]
     read.end()
     return found
 
 
-def _state(read: _Reader) -> RequestState:
+def _state(read: Reader) -> RequestState:
     name = read.text()
     home, index, reason, seed, temperature, top_k, top_p, *rest = read.unpack(_STATE)
     repetition, presence, frequency, max_tokens, num_stop, num_prompt, num_output, num_cached, with_kv = rest
@@ -230,7 +132,7 @@ def _state(read: _Reader) -> RequestState:
 
 def pack_table(table: Table) -> bytes:
     """A rank's table."""
-    out = _Writer()
+    out = Writer()
     facts, layout = table.facts, table.facts.layout
     sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size)
     room = (facts.free_blocks, facts.num_blocks)
@@ -249,7 +151,7 @@ def pack_table(table: Table) -> bytes:
         out.text(row.id)
         sizes = (row.num_tokens, row.num_output, row.num_cached)
         out.pack(_ROW, row.home, row.prompt, *sizes, row.running, row.max_remaining)
-    return out.message(Kind.TABLE)
+    return out.message(Kind.TABLE, version=_VERSION)
 
 
 def unpack_table(raw: bytes) -> Table:
@@ -258,7 +160,7 @@ def unpack_table(raw: bytes) -> Table:
     Raises:
         WireError: see :func:`unpack_states`.
     """
-    read = _Reader(raw, Kind.TABLE)
+    read = Reader(raw, Kind.TABLE, version=_VERSION)
     check, settings, slots, layers, heads, dim, block, free, blocks, exchange_s, *others = read.unpack(_TABLE)
     prefilled_tokens, prefill_s, *counts = others
     num_tiers, num_samples, num_finished, num_rows = counts
@@ -285,7 +187,7 @@ def unpack_table(raw: bytes) -> Table:
     )
 
 
-def _row(read: _Reader) -> Row:
+def _row(read: Reader) -> Row:
     name = read.text()
     home, prompt, num_tokens, num_output, num_cached, running, max_remaining = read.unpack(_ROW)
     if num_output > num_tokens or num_cached > num_tokens:
@@ -304,14 +206,14 @@ def _row(read: _Reader) -> Row:
 
 def pack_vote(reason: str) -> bytes:
     """A vote: why not, or nothing."""
-    out = _Writer()
+    out = Writer()
     out.text(reason)
-    return out.message(Kind.VOTE)
+    return out.message(Kind.VOTE, version=_VERSION)
 
 
 def unpack_vote(raw: bytes) -> str:
     """Undo :func:`pack_vote`."""
-    read = _Reader(raw, Kind.VOTE)
+    read = Reader(raw, Kind.VOTE, version=_VERSION)
     text = read.text()
     read.end()
     return text
