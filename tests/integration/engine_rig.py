@@ -141,7 +141,7 @@ def counted_collectives() -> Any:
 @contextmanager
 def heard_warnings() -> Any:
     """What the hook warns of while the block runs."""
-    from equipoise.trainer_hooks.on_verl import worker as hook
+    from equipoise.trainer_hooks.on_verl.worker import micro_batches as hook
 
     heard: list[str] = []
 
@@ -165,7 +165,7 @@ def recorded_micro_batches() -> Any:
 
     engine: Any = transformer_impl
 
-    from equipoise.trainer_hooks.on_verl.worker import row_lengths
+    from equipoise.trainer_hooks.on_verl.worker.micro_batches import row_lengths
 
     calls: list[list[list[int]]] = []
     inner = engine.prepare_micro_batches

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.trainer_hooks.on_verl.refit import split_times
+from equipoise.trainer_hooks.on_verl.driver.refit import split_times
 from tests.integration import engine_rig
 from tests.integration.verl_rig import tiny
 

@@ -12,8 +12,8 @@ import pytest
 
 import equipoise as eq
 from equipoise.errors import InvalidConfig
-from equipoise.trainer_hooks.on_verl.clock import TimedMicroBatches
-from equipoise.trainer_hooks.on_verl.refit import (
+from equipoise.trainer_hooks.on_verl.worker.clock import TimedMicroBatches
+from equipoise.trainer_hooks.on_verl.driver.refit import (
     MIN_CALLS,
     MeasuredCall,
     OnlineFit,

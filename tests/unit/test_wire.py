@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import equipoise as eq
-from equipoise.trainer_hooks.on_verl.rows import neutral_order
+from equipoise.trainer_hooks.on_verl.driver.rows import neutral_order
 from equipoise.trainer_hooks.on_verl.wire import checksum, decode, encode, wire_of, wire_of_counts
 
 

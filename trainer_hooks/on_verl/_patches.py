@@ -159,7 +159,7 @@ def patch_trainer(module: ModuleType) -> None:
         if node is None:
             original(self, config, *args, **kwargs)
             return
-        from equipoise.trainer_hooks.on_verl.driver import attach, read_config
+        from equipoise.trainer_hooks.on_verl.driver.attach import attach, read_config
         from equipoise.trainer_hooks.on_verl.rollout import choose_router
 
         settings = read_config(config)
@@ -179,7 +179,7 @@ def patch_legacy_trainer(module: ModuleType) -> None:
     @functools.wraps(original)
     def construct(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.get("equipoise", None) is not None:
-            from equipoise.trainer_hooks.on_verl.driver import refuse_legacy
+            from equipoise.trainer_hooks.on_verl.driver.attach import refuse_legacy
 
             refuse_legacy(config)
         original(self, config, *args, **kwargs)
@@ -200,7 +200,7 @@ def patch_engines(module: ModuleType) -> None:
     def prepare_micro_batches(data: Any, *args: Any, **kwargs: Any) -> Any:
         if data.get(WIRE_KEY, None) is None:
             return original(data, *args, **kwargs)
-        from equipoise.trainer_hooks.on_verl.worker import prepare_planned
+        from equipoise.trainer_hooks.on_verl.worker.micro_batches import prepare_planned
 
         return prepare_planned(original, data, *args, **kwargs)
 
@@ -208,7 +208,7 @@ def patch_engines(module: ModuleType) -> None:
     def postprocess_batch_func(output_lst: Any, indices: Any, data: Any) -> Any:
         output = original_end(output_lst, indices, data)
         if data.get(CLOCK_KEY, None) is not None:
-            from equipoise.trainer_hooks.on_verl.clock import add_times
+            from equipoise.trainer_hooks.on_verl.worker.clock import add_times
 
             add_times(output, data)
         return output
@@ -245,21 +245,6 @@ def caught_times(group: Any) -> Generator[list[float], None, None]:
             group.update_actor = original
         else:
             del group.update_actor
-
-
-def pad_rows(batch: Any, multiple: int, eos_token_id: int, row_tokens: int) -> Any:
-    """Verl's own padding to a multiple, with rows of ``row_tokens`` tokens instead of its 128.
-
-    ``construct_minimal_padding_template`` (verl/trainer/ppo/padding_utils.py:42) takes the number from a module global.
-    Until it is an argument.
-    """
-    padding: Any = importlib.import_module(_PADDING)
-    usual = padding.SYNTHETIC_PADDING_SEQ_LEN
-    padding.SYNTHETIC_PADDING_SEQ_LEN = row_tokens
-    try:
-        return padding.upsample_batch_to_divisible_size(batch, multiple, eos_token_id)
-    finally:
-        padding.SYNTHETIC_PADDING_SEQ_LEN = usual
 
 
 def undo() -> None:

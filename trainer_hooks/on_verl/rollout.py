@@ -15,6 +15,7 @@ from typing import Any
 
 from equipoise.config import EquipoiseConfig
 from equipoise.errors import InvalidConfig, must
+from equipoise.trainer_hooks.on_verl._say import say
 
 logger = logging.getLogger("equipoise")
 
@@ -117,7 +118,7 @@ class RolloutHook:
                 kind.__name__,
             )
             return given
-        logger.info("equipoise: routes requests by expected tokens (transfer=%s)", self._transfer())
+        say(f"routes requests by expected tokens (transfer={self._transfer()})")
         return client
 
     def _transfer(self) -> str:

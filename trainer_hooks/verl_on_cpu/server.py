@@ -6,7 +6,7 @@ which :func:`~equipoise.trainer_hooks.verl_on_cpu.patches.attach` adds to the sa
 answers, in whichever order and company, moved or not, a sample is the same. A request without a name counts how often
 its server was asked for that prompt since the last weights, which repeats with one replica only. A whole run repeats as
 long as its mini-batches do: those of a plan follow verl's random prompt ids, see
-:func:`~equipoise.trainer_hooks.on_verl.rows.neutral_order`.
+:func:`~equipoise.trainer_hooks.on_verl.driver.rows.neutral_order`.
 
 A request can be handed over to another server with its cache. The receiver keeps the cache under the request's tokens
 until they are asked for; if they never are, or its weights change, the cache is dropped.

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from equipoise.trainer_hooks.on_verl._patches import WIRE_KEY
-from equipoise.trainer_hooks.on_verl.clock import timed
 from equipoise.trainer_hooks.on_verl.wire import WirePlan, checksum, decode
+from equipoise.trainer_hooks.on_verl.worker.clock import timed
 
 logger = logging.getLogger("equipoise")
 _warned: set[str] = set()

@@ -1,0 +1,77 @@
+"""Settings of verl's that no plan can satisfy are refused before the first rollout."""
+
+# verl is not typed; what comes from it is checked before use.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from equipoise.errors import InvalidConfig, must
+from equipoise.trainer_hooks.on_verl.driver.settings import StageSettings, stage_settings
+from equipoise.trainer_hooks.on_verl.driver.stages import TrainerStages
+
+_ACTOR_KEY, _CRITIC_KEY = "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"
+
+
+def check_config(config: Any) -> None:
+    """What can be told from verl's configuration alone, before any process is started.
+
+    Raises:
+        InvalidConfig: see :func:`check_stages`.
+    """
+    actor = config.actor_rollout_ref.actor
+    if not str(actor.get("strategy", "fsdp")).startswith("fsdp"):
+        return
+    world = int(config.trainer.nnodes) * int(config.trainer.n_gpus_per_node)
+    settings = stage_settings(config, "actor")
+    _check_mini_batch(_ACTOR_KEY, config, settings, max(1, world // settings.sp_size))
+
+
+def check_stages(stages: TrainerStages, warn: Callable[[str], None]) -> None:
+    """Check, after verl's set-up and before its first rollout, that its settings can be planned.
+
+    Raises:
+        InvalidConfig: the ranks do not divide a mini-batch, or a fixed micro-batch does not divide a rank's share.
+    """
+    config = stages.config
+    _check_mini_batch(_ACTOR_KEY, config, stages.settings("actor"), stages.dp_size("actor"))
+    if stages.trainer.use_critic:
+        _check_mini_batch(_CRITIC_KEY, config, stages.settings("critic"), stages.dp_size("critic"))
+    longest = int(config.data.max_prompt_length) + int(config.data.max_response_length)
+    for stage in stages.all():
+        settings = stages.settings(stage)
+        if settings.cap is not None and longest > settings.cap * settings.sp_size:
+            warn(
+                f"rows may reach {longest} tokens (max_prompt_length + max_response_length), above the cap"
+                f" {settings.cap} × {settings.sp_size} of {settings.cap_key}; such a row ends the run"
+                " unless equipoise.oversize=alone"
+            )
+
+
+def _check_mini_batch(key: str, config: Any, settings: StageSettings, dp_size: int) -> None:
+    rows = settings.mini_batch_rows
+    if rows is None:
+        return
+    n = int(config.actor_rollout_ref.rollout.n)
+    if rows % dp_size:
+        step = dp_size // math.gcd(dp_size, n)
+        prompts = rows // n
+        legal = sorted({max(step, prompts // step * step), -(-prompts // step) * step})
+        raise InvalidConfig(
+            must(
+                f"{key} × rollout.n",
+                f"be a multiple of the data-parallel size {dp_size}",
+                f"{prompts} × {n} = {rows}",
+                f"use {' or '.join(map(str, legal))} for {key}",
+            )
+        )
+    fixed = settings.micro_rows
+    if fixed is not None and (rows // dp_size) % fixed:
+        share = rows // dp_size
+        legal = [b for b in range(1, share + 1) if share % b == 0]
+        raise InvalidConfig(
+            must(settings.cap_key, f"divide the {share} rows of a rank in a mini-batch", fixed, f"use one of {legal}")
+        )
