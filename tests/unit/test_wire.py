@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,26 +11,42 @@ import numpy as np
 import pytest
 
 import equipoise as eq
+from equipoise.errors import EquipoiseWarning
 from equipoise.trainer_hooks.on_verl.driver.rows import neutral_order
 from equipoise.trainer_hooks.on_verl.wire import checksum, decode, encode, wire_of, wire_of_counts
+from equipoise.wire import Kind, WireError, Writer
+
+LENGTHS = np.random.default_rng(0).integers(2, 900, 64)
 
 
-def test_a_plan_survives_the_way() -> None:
-    lengths = np.random.default_rng(0).integers(2, 900, 64)
+def planned(*, timed: bool = False) -> tuple[eq.StepPlan, bytes]:
     padding = np.arange(64) >= 60
-    plan = eq.plan_step(
-        lengths, eq.StepSpec(dp_size=4, num_mini_batches=4, max_token_len_per_gpu=2000), is_padding=padding
-    )
-    sent = wire_of(plan, lengths)
-    got = decode(encode(sent))
+    spec = eq.StepSpec(dp_size=4, num_mini_batches=4, max_token_len_per_gpu=2000)
+    plan = eq.plan_step(LENGTHS, spec, is_padding=padding)
+    return plan, encode(wire_of(plan, LENGTHS, timed=timed))
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_plan_survives_the_way(timed: bool) -> None:
+    plan, data = planned(timed=timed)
+    got = decode(data)
     assert got.sizes is not None
     assert [s.tolist() for s in got.sizes] == [s.tolist() for s in plan.sizes]
+    assert (got.dp_size, got.num_mini_batches, got.timed) == (4, 4, timed)
     assert got.num_real_rows.tolist() == plan.num_real_rows.tolist()
-    assert got.checksums.tolist() == sent.checksums.tolist()
     assert got.max_tokens.max() == plan.stats.max_tokens
     for rank in range(4):
         for step, micro_batches in enumerate(plan.micro_batches(rank)):
-            assert got.checksums[rank, step] == checksum(lengths[np.concatenate(micro_batches)])
+            assert got.checksums[rank, step] == checksum(LENGTHS[np.concatenate(micro_batches)])
+            assert got.sizes[step][rank].tolist() == [rows.size for rows in micro_batches]
+
+
+def test_the_fullest_micro_batch_leaves_lone_rows_out() -> None:
+    lengths = np.array([9, 2, 3, 2])
+    spec = eq.StepSpec(dp_size=1, num_mini_batches=1, max_token_len_per_gpu=7, oversize="alone")
+    with pytest.warns(EquipoiseWarning, match=r"lengths\[0\]"):
+        plan = eq.plan_step(lengths, spec)
+    assert decode(encode(wire_of(plan, lengths))).max_tokens.tolist() == [7]
 
 
 def test_the_bytes_are_few_and_never_copied() -> None:
@@ -40,11 +57,61 @@ def test_the_bytes_are_few_and_never_copied() -> None:
     assert copy.deepcopy(data) is data
 
 
-def test_other_bytes_are_refused() -> None:
-    with pytest.raises(eq.InvalidInput, match="format must be version 1"):
-        decode(b"\x07" * 64)
-    with pytest.raises(eq.InvalidInput, match="format must be version 1"):
-        decode(b"")
+def damaged(data: bytes, draw: random.Random) -> bytes:
+    """The message with a bit flipped, bytes cut out, put in or exchanged, or a part written twice."""
+    raw, at = bytearray(data), draw.randrange(len(data))
+    kind = draw.randrange(6)
+    if kind == 0:
+        raw[at] ^= 1 << draw.randrange(8)
+    elif kind == 1:
+        del raw[at:]
+    elif kind == 2:
+        del raw[at : at + draw.randint(1, 16)]
+    elif kind == 3:
+        raw[at:at] = draw.randbytes(draw.randint(1, 16))
+    elif kind == 4:
+        raw[at : at + 8] = draw.randbytes(min(8, len(raw) - at))
+    else:
+        raw += raw[at:]
+    return bytes(raw)
+
+
+def test_every_damaged_message_is_refused_with_one_error() -> None:
+    draw = random.Random(0)
+    whole = [planned()[1], planned(timed=True)[1], encode(wire_of_counts(LENGTHS, LENGTHS < 0, 2, 4))]
+    accepted: list[bytes] = []
+    for number in range(6000):
+        data = whole[number % 3]
+        broken = damaged(data, draw)
+        if broken == data:
+            continue
+        try:
+            decode(broken)
+        except WireError:
+            continue
+        accepted.append(broken)
+    assert accepted == []
+
+
+@pytest.mark.parametrize("data", [None, 7, "plan", b"", b"\x07" * 64, bytearray(b"EQ")])
+def test_what_is_no_message_is_refused(data: object) -> None:
+    with pytest.raises(WireError):
+        decode(data)
+
+
+@pytest.mark.parametrize(
+    ("header", "sizes"),
+    [((0, 1, 0), None), ((1, 0, 0), None), ((1, 1, 4), None), ((1, 1, 1), [[0]]), ((1, 1, 1), [[]])],
+)
+def test_a_whole_message_that_is_no_plan_is_refused(header: tuple[int, int, int], sizes: list[list[int]] | None) -> None:
+    out = Writer()
+    out.array(header, "<u4")
+    out.array([0] * (header[0] * header[1] + 2 * header[1]), "<i8")
+    if sizes is not None:
+        out.count(len(sizes[0]))
+        out.array(sizes, "<i4")
+    with pytest.raises(WireError):
+        decode(out.message(Kind.PLAN, version=2))
 
 
 def test_counts_alone_cut_the_batch_as_verl_does() -> None:

@@ -1,25 +1,26 @@
 """What a plan looks like to a worker: a few bytes in the batch's extra information.
 
-Rows are dispatched in plan order, so that a worker needs only the sizes of the micro-batches. Checksums of the row
-lengths tell it whether the rows it holds are those that were planned. Bytes are copied for nothing, where verl makes a
-deep copy of the extra information for every rank.
+Rows are dispatched in plan order, so a worker needs only the sizes of the micro-batches. Checksums of the row lengths
+tell it whether the rows it holds are those that were planned. verl makes a deep copy of the extra information for every
+rank; of bytes that costs nothing.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from equipoise.errors import InvalidInput, must
+from equipoise._arrays import BoolArray, IntArray
 from equipoise.planning.step import StepPlan
+from equipoise.wire import Kind, Reader, WireError, Writer
 
-IntArray = npt.NDArray[np.int64]
-
-_VERSION = 1
+_VERSION = 2
+_HEADER = struct.Struct("<III")  # ranks, mini-batches, flags
 _HAS_SIZES, _TIMED = 1, 2  # flags
 
 
@@ -58,7 +59,7 @@ def checksum(lengths: Any) -> int:
     return zlib.crc32(np.asarray(lengths, dtype="<i8").tobytes())
 
 
-def wire_of(plan: StepPlan, lengths: IntArray, *, sizes_too: bool = True, timed: bool = False) -> WirePlan:
+def wire_of(plan: StepPlan, lengths: IntArray, *, timed: bool = False) -> WirePlan:
     """The layout of ``plan`` for rows of these lengths, shape (n,), in the caller's numbering."""
     ranks, steps = plan.dp_size, plan.num_mini_batches
     checksums = np.zeros((ranks, steps), dtype=np.int64)
@@ -70,7 +71,7 @@ def wire_of(plan: StepPlan, lengths: IntArray, *, sizes_too: bool = True, timed:
             shared = [int(lengths[m].sum()) for m in micro_batches if m.size > 1]
             max_tokens[step] = max([int(max_tokens[step]), *shared])
     return WirePlan(
-        sizes=plan.sizes if sizes_too else None,
+        sizes=plan.sizes,
         checksums=checksums,
         num_real_rows=plan.num_real_rows,
         max_tokens=max_tokens,
@@ -78,7 +79,7 @@ def wire_of(plan: StepPlan, lengths: IntArray, *, sizes_too: bool = True, timed:
     )
 
 
-def wire_of_counts(lengths: IntArray, is_padding: npt.NDArray[np.bool_], dp_size: int, steps: int) -> WirePlan:
+def wire_of_counts(lengths: IntArray, is_padding: BoolArray, dp_size: int, steps: int) -> WirePlan:
     """Only what padding changes, for rows that verl cuts itself: rank-major shares, mini-batches in order."""
     shares = lengths.reshape(dp_size, steps, -1)
     real = (~is_padding).reshape(dp_size, steps, -1).sum(axis=(0, 2))
@@ -87,50 +88,47 @@ def wire_of_counts(lengths: IntArray, is_padding: npt.NDArray[np.bool_], dp_size
 
 
 def encode(wire: WirePlan) -> bytes:
-    """The plan as bytes: 32- and 64-bit little-endian integers behind a header of counts."""
-    columns = [0] * wire.num_mini_batches if wire.sizes is None else [sizes.shape[1] for sizes in wire.sizes]
+    """The plan as one message."""
+    out = Writer()
     flags = (wire.sizes is not None) * _HAS_SIZES + wire.timed * _TIMED
-    header = np.array([_VERSION, wire.dp_size, wire.num_mini_batches, flags, *columns], dtype="<i8")
-    parts = [header, wire.checksums, wire.num_real_rows, wire.max_tokens]
-    body = b"".join(np.ascontiguousarray(part, dtype="<i8").tobytes() for part in parts)
-    sizes = b"" if wire.sizes is None else b"".join(np.ascontiguousarray(s, "<i4").tobytes() for s in wire.sizes)
-    return body + sizes
+    out.pack(_HEADER, wire.dp_size, wire.num_mini_batches, flags)
+    for numbers in (wire.checksums, wire.num_real_rows, wire.max_tokens):
+        out.array(numbers, "<i8")
+    for sizes in wire.sizes or ():
+        out.count(sizes.shape[1])
+        out.array(sizes, "<i4")
+    return out.message(Kind.PLAN, version=_VERSION)
 
 
-def decode(data: bytes) -> WirePlan:
-    """The plan that ``encode`` wrote.
+def decode(data: object) -> WirePlan:
+    """The plan that :func:`encode` wrote.
 
     Raises:
-        InvalidInput: the bytes are none of this version's.
+        WireError: no message, damaged, of another version, or with values that no plan has.
     """
-    words = np.frombuffer(data, dtype="<i8", count=min(4, len(data) // 8))
-    if words.size < 4 or int(words[0]) != _VERSION:
-        version = int(words[0]) if words.size else None
-        raise InvalidInput(
-            must(
-                "the plan's format", f"be version {_VERSION}", version, "install one version of equipoise on every node"
-            )
-        )
-    ranks, steps = int(words[1]), int(words[2])
-    columns = np.frombuffer(data, dtype="<i8", count=steps, offset=32)
-    at = 32 + 8 * steps
+    if not isinstance(data, bytes):
+        raise WireError(f"a plan's message is {type(data).__name__}, not bytes; run one version on every node")
+    read = Reader(data, Kind.PLAN, version=_VERSION)
+    ranks, steps, flags = read.unpack(_HEADER)
+    if not ranks or not steps or flags & ~(_HAS_SIZES | _TIMED):
+        raise WireError(f"a plan names {ranks} ranks, {steps} mini-batches and flags {flags:#x}")
 
     def take(*shape: int) -> IntArray:
-        nonlocal at
-        count = int(np.prod(shape))
-        part = np.frombuffer(data, dtype="<i8", count=count, offset=at).astype(np.int64).reshape(shape)
-        at += 8 * count
-        return part
+        return read.array(math.prod(shape), "<i8").astype(np.int64).reshape(shape)
 
     checksums, real, tokens = take(ranks, steps), take(steps), take(steps)
-    sizes: tuple[IntArray, ...] | None = None
-    if words[3] & _HAS_SIZES:
-        found: list[IntArray] = []
-        for count in columns.tolist():
-            part = np.frombuffer(data, dtype="<i4", count=ranks * count, offset=at).astype(np.int64)
-            found.append(part.reshape(ranks, count))
-            at += 4 * ranks * count
-        sizes = tuple(found)
+    sizes: list[IntArray] = []
+    if flags & _HAS_SIZES:
+        for _ in range(steps):
+            columns = read.count(4 * ranks)
+            sizes.append(read.array(ranks * columns, "<i4").astype(np.int64).reshape(ranks, columns))
+    read.end()
+    if any(not each.size or each.min() < 1 for each in sizes):
+        raise WireError("a plan has an empty micro-batch")
     return WirePlan(
-        sizes=sizes, checksums=checksums, num_real_rows=real, max_tokens=tokens, timed=bool(words[3] & _TIMED)
+        sizes=tuple(sizes) if sizes else None,
+        checksums=checksums,
+        num_real_rows=real,
+        max_tokens=tokens,
+        timed=bool(flags & _TIMED),
     )
