@@ -1,10 +1,14 @@
-"""What ``import equipoise`` costs and brings in, and the registry behind the names."""
+"""What imports cost and bring in, hooks that wait for one, and the registry behind the names."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ import pytest
 import equipoise
 from equipoise.errors import DuplicateName, EquipoiseError, InfeasiblePlan, InvalidInput, UnknownName
 from equipoise.registry import Registry
+from equipoise.trainer_hooks._imports import when_imported
 
 HEAVY = ("torch", "tensordict", "verl", "ray", "transformers", "hydra", "omegaconf", "pandas", "scipy")
 
@@ -60,11 +65,100 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
         _ = equipoise.plan_stepp  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 
 
+def module_file(folder: Path, body: str = "value = 1\n") -> str:
+    """A module of a fresh name in ``folder``."""
+    name = f"eq_awaited_{folder.name}_{len(list(folder.iterdir()))}".replace("-", "_")
+    (folder / f"{name}.py").write_text(body)
+    return name
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_a_hook_runs_once_the_module_is_imported_and_not_before(folder: Path) -> None:
+    name, seen = module_file(folder), list[ModuleType]()
+    when_imported(name, seen.append)
+    assert (seen, name in sys.modules) == ([], False)
+    module = importlib.import_module(name)
+    assert importlib.import_module(name) is module
+    assert seen == [module]
+
+
+def test_a_hook_runs_at_once_where_the_module_is_loaded(folder: Path) -> None:
+    module, seen = importlib.import_module(module_file(folder)), list[ModuleType]()
+    when_imported(module.__name__, seen.append)
+    assert seen == [module]
+
+
+def test_a_hook_survives_a_look_for_the_module(folder: Path) -> None:
+    name, seen = module_file(folder), list[int]()
+    when_imported(name, lambda module: seen.append(module.value))
+    for _ in range(2):
+        assert importlib.util.find_spec(name) is not None
+    importlib.import_module(name)
+    assert seen == [1]
+
+
+def test_a_hook_survives_an_import_that_fails(folder: Path) -> None:
+    name, seen = module_file(folder, "raise ImportError('not yet')\n"), list[int]()
+    when_imported(name, lambda module: seen.append(module.value))
+    with pytest.raises(ImportError, match="not yet"):
+        importlib.import_module(name)
+    (folder / f"{name}.py").write_text("value = 2222\n")
+    importlib.import_module(name)
+    assert seen == [2222]
+
+
+def test_a_hook_that_fails_fails_the_import_and_runs_at_the_next(folder: Path) -> None:
+    name, seen = module_file(folder), list[ModuleType]()
+
+    def hook(module: ModuleType) -> None:
+        seen.append(module)
+        if len(seen) == 1:
+            raise RuntimeError("hook")
+
+    when_imported(name, hook)
+    with pytest.raises(RuntimeError, match="hook"):
+        importlib.import_module(name)
+    assert name not in sys.modules
+    assert seen[1:] == []
+    assert seen[-1] is not importlib.import_module(name)
+    assert len(seen) == 2
+
+
+def test_a_hook_runs_again_where_the_module_is_run_again(folder: Path) -> None:
+    name, seen = module_file(folder), list[int]()
+    when_imported(name, lambda module: seen.append(module.value))
+    module = importlib.import_module(name)
+    assert importlib.reload(module) is module
+    assert seen == [1, 1]
+    del sys.modules[name]
+    importlib.import_module(name)
+    assert seen == [1, 1, 1]
+
+
+def test_several_hooks_wait_for_one_module(folder: Path) -> None:
+    name, seen = module_file(folder), list[str]()
+    when_imported(name, lambda _: seen.append("first"))
+    when_imported(name, lambda _: seen.append("second"))
+    importlib.import_module(name)
+    assert seen == ["first", "second"]
+
+
+@pytest.mark.parametrize("package", ["equipoise.trainer_hooks.on_verl", "equipoise.trainer_hooks.verl_on_cpu"])
+def test_loading_a_plugin_imports_no_framework(package: str) -> None:
+    code = f"import {package}\nresult = [name for name in {HEAVY!r} if name in sys.modules]"
+    assert in_a_fresh_process(code) == []
+
+
 def test_a_registry_refuses_duplicates() -> None:
     rules = Registry[int]("rule")
     assert rules.register("one", 1) == 1
     assert rules.decorator("two")(2) == 2
-    with pytest.raises(DuplicateName, match="rule name must be new, got 'one'; choose another name"):
+    with pytest.raises(DuplicateName, match=r"rule name.*'one'"):
         rules.register("one", 3)
     assert (rules["one"], list(rules), len(rules), "two" in rules) == (1, ["one", "two"], 2, True)
 
@@ -73,11 +167,9 @@ def test_a_registry_lists_what_it_knows() -> None:
     rules = Registry[int]("rule")
     rules.register("first", 1)
     rules.register("second", 2)
-    with pytest.raises(
-        UnknownName, match=r"rule must be one of \[first, second\], got 'frist'; did you mean 'first'\?"
-    ):
+    with pytest.raises(UnknownName, match=r"rule.*\[first, second\].*'frist'.*'first'"):
         _ = rules["frist"]
-    with pytest.raises(LookupError, match=r"got 'x'; known: first, second"):
+    with pytest.raises(LookupError, match=r"'x'.*first, second"):
         _ = rules["x"]
 
 
