@@ -1,4 +1,4 @@
-"""Padding rows in verl's TransferQueue, made by :func:`equipoise.pad_batch` as all padding rows are."""
+"""Padding rows in verl's TransferQueue, made by :func:`~equipoise.training.batch.padding_row` as all are."""
 
 # verl is not typed; what comes from it is checked before use.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -39,19 +39,18 @@ def pad_to_multiple(batch: Any, multiple: int, *, eos_token_id: int, row_tokens:
         return batch
     import transfer_queue as tq
     from transfer_queue import KVBatchMeta
+    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-    first = tq.kv_batch_get(keys=batch.keys[:1], partition_id=batch.partition_id)
-    rows = padding_rows(first, missing, eos_token_id=eos_token_id, row_tokens=row_tokens)
-    keys = [f"{uid}_0_0" for uid in rows.get("uid").tolist()]
-    tag = {
-        **copy.deepcopy(batch.tags[0]),
-        "is_padding": True,
-        "prompt_len": row_tokens - 1,
-        "response_len": 1,
-        "seq_len": row_tokens,
-    }
-    tags = [copy.deepcopy(tag) for _ in keys]
-    tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=rows, tags=tags)
+    from equipoise.training.batch import padding_row
+
+    first: Any = tq.kv_batch_get(keys=batch.keys[:1], partition_id=batch.partition_id)[0]
+    row = {name: first[name] for name in first.keys()}  # noqa: SIM118 - iterating a TensorDict gives its rows
+    rows = [padding_row(row, eos_token_id=eos_token_id, min_row_tokens=row_tokens) for _ in range(missing)]
+    keys = [f"{row['uid']}_0_0" for row in rows]
+    tag = {**batch.tags[0], "is_padding": True}
+    tag |= {"prompt_len": row_tokens - 1, "response_len": 1, "seq_len": row_tokens}
+    tags = [copy.deepcopy(tag) for _ in rows]
+    tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict(rows), tags=tags)
     return KVBatchMeta(
         keys=[*batch.keys, *keys],
         tags=[*batch.tags, *tags],
@@ -59,42 +58,3 @@ def pad_to_multiple(batch: Any, multiple: int, *, eos_token_id: int, row_tokens:
         fields=batch.fields,
         extra_info=batch.extra_info,
     )
-
-
-def padding_rows(first: Any, count: int, *, eos_token_id: int, row_tokens: int) -> Any:
-    """``count`` padding rows with the columns of a batch of one row, as TransferQueue takes them: dense, all alike."""
-    import torch
-    from tensordict import TensorDict
-
-    from equipoise.training.batch import pad_batch
-    from equipoise.training.batch.reorder import rows_of, stack
-
-    example = TensorDict({name: _by_token(name, column, first) for name, column in first.items()}, batch_size=[1])
-    padded = pad_batch(example, count, eos_token_id=eos_token_id, min_row_tokens=row_tokens)
-    columns: dict[str, Any] = {}
-    for name, column in padded.items():
-        if isinstance(column, torch.Tensor):
-            columns[str(name)] = torch.stack(rows_of(column)[1:])
-        else:
-            columns[str(name)] = stack(column.tolist()[1:])
-    del columns["is_padding"]  # verl has it in the tags
-    return TensorDict(columns, batch_size=[count])
-
-
-def _by_token(name: str, column: Any, first: Any) -> Any:
-    """A column of one row, jagged along its tokens; as it is where it has no value for each token.
-
-    TransferQueue hands out single rows as verl put them, and takes the first dimension for the tokens', also of
-    positions of several dimensions, which have theirs last.
-    """
-    import torch
-
-    if not isinstance(column, torch.Tensor):
-        return column
-    row = column.values() if column.is_nested else column[0]
-    lengths = {first[of].values().shape[0] for of in ("input_ids", "prompts", "responses")}
-    tokens = row.dim() - 1 if name == "position_ids" else 0
-    if row.dim() == 0 or row.shape[tokens] not in lengths:
-        return row[None]
-    offsets = torch.tensor([0, row.shape[tokens]])
-    return torch.nested.nested_tensor_from_jagged(row, offsets=offsets, jagged_dim=tokens + 1)

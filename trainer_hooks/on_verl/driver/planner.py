@@ -130,19 +130,18 @@ class StepPlanner:
         """Reorder ``batch`` for the stage and return what its workers need to know; None for nothing."""
         started = time.perf_counter()
         settings = self.stages.settings(stage)
-        if not self.stages.balances():
-            if settings.mini_batch_rows is None or settings.shuffle or not known.is_padding.any():
+        if settings.shuffle and self.stages.balances():
+            self._warn_once(
+                f"{stage}.shuffle=True draws mini-batches in the workers, where no plan can follow: verl's"
+                " micro-batches are used; set it to False to have them planned"
+            )
+        if settings.shuffle or not self.stages.balances():
+            if settings.mini_batch_rows is None or not known.is_padding.any():
                 return None
             place = known.places(batch)
             steps = len(batch) // settings.mini_batch_rows
             dp_size = self.stages.dp_size(stage)
             return encode(wire_of_counts(known.lengths[place], known.is_padding[place], dp_size, steps))
-        if settings.shuffle:
-            self._warn_once(
-                f"{stage}.shuffle=True draws mini-batches in the workers, where no plan can follow: verl's"
-                " micro-batches are used; set it to False to have them planned"
-            )
-            return None
         plan = self._plan(stage)
         at = {key: i for i, key in enumerate(batch.keys)}
         batch.reorder([at[known.keys[row]] for row in plan.order.tolist()])

@@ -1,4 +1,11 @@
-"""In the engines: micro-batches from the plan that the batch carries, or verl's own for all ranks alike."""
+"""In the engines: micro-batches from the plan that the batch carries, or verl's own for all ranks alike.
+
+Which mini-batch the rows are, and whether they are the planned ones, is decided on values that all ranks share. In an
+update those are the lengths of all ranks' rows, which verl has gathered already: no collective is added. In a pass it
+is one small all-gather, in place of the three or more by which verl agrees on a count; a rank that cannot read its plan
+tells the others in it. An update has no such vote: a damaged message raises on its rank before the model runs, and the
+trainer, which waits for all ranks, gets that error.
+"""
 
 # verl and torch.distributed are typed in part; what comes from them is checked before use.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -6,7 +13,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +21,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from equipoise.together import gather_numbers
 from equipoise.trainer_hooks.on_verl._patches import WIRE_KEY
 from equipoise.trainer_hooks.on_verl.wire import WirePlan, checksum, decode
 from equipoise.trainer_hooks.on_verl.worker.clock import timed
+from equipoise.training.batch import consecutive, cut_rows
 
 logger = logging.getLogger("equipoise")
 _warned: set[str] = set()
+
+MicroBatches = tuple[list[Any], list[list[int]] | None]
+_OTHER_ROWS, _OTHER_RANKS = -1, -2  # in place of the number of a mini-batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +42,23 @@ class _Call:
     divided_by: int
     min_count: int
     cap: int | None
-    fixed_rows: int | None
     group_size: int
+
+    @property
+    def dynamic(self) -> bool:
+        return self.cap is not None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._alone else dist.get_rank(self.dp_group)
+
+    @property
+    def world(self) -> int:
+        return 1 if self._alone else dist.get_world_size(self.dp_group)
+
+    @property
+    def _alone(self) -> bool:
+        return self.dp_group is None or not dist.is_initialized()
 
 
 def prepare_planned(
@@ -42,18 +69,17 @@ def prepare_planned(
     same_micro_num_in_dp: bool = True,
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
-) -> tuple[list[Any], list[list[int]] | None]:
+) -> MicroBatches:
     """Stand in for verl's ``prepare_micro_batches`` where the batch carries a plan.
-
-    Which mini-batch this is, and whether the rows are the planned ones, is decided on values that all ranks share, so
-    that none of them waits for another: in an update from the lengths of all ranks' rows, which verl has gathered
-    already; in a pass by one all-reduce of two integers, in place of the three or more by which verl agrees on a count.
 
     Returns:
         As verl's: micro-batches and their row ids; None for the ids with fixed micro-batches.
+
+    Raises:
+        WireError: the plan's message is damaged; on all ranks in a pass, on this rank alone in an update.
     """
 
-    def fall_back() -> tuple[list[Any], list[list[int]] | None]:
+    def verls_own() -> MicroBatches:
         return original(
             data,
             dp_group=dp_group,
@@ -65,7 +91,6 @@ def prepare_planned(
 
     from verl.utils import tensordict_utils as tu
 
-    wire = decode(tu.get_non_tensor_data(data, WIRE_KEY, None))
     dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
     limit = tu.get_non_tensor_data(data, "max_token_len_per_gpu", None) if dynamic else None
     call = _Call(
@@ -73,27 +98,29 @@ def prepare_planned(
         divided_by=num_batches_divided_by or 1,
         min_count=min_num_micro_batch or 1,
         cap=None if limit is None else int(limit) * int(tu.get_non_tensor_data(data, "sp_size", 1)),
-        fixed_rows=None if dynamic else int(tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", 0)),
         group_size=int(tu.get_non_tensor_data(data, "force_group_size", 1)),
     )
-    lengths = row_lengths(data)
-    step, why = _planned_step(wire, lengths, tu.get_non_tensor_data(data, "global_token_num", None), call)
-    if step is None:
-        _warn_once(why)
-        return fall_back()
-    if data.get("global_batch_size", None) is not None:
-        tu.assign_non_tensor(data, global_batch_size=int(wire.num_real_rows[step]))
-    if wire.sizes is None or not dynamic:
-        # fixed micro-batches: rows are dispatched in the plan's order, verl cuts them as planned
-        micro_batches, ids = fall_back()
-        return (timed(data, micro_batches, step) if wire.timed else micro_batches), ids
-    why = _breach(wire, step, call)
+    message = tu.get_non_tensor_data(data, WIRE_KEY, None)
+    everyones = tu.get_non_tensor_data(data, "global_token_num", None)
+    if everyones is None:
+        wire, step = _step_of_pass(message, data, call)
+    else:
+        wire = decode(message)
+        step = _step_of_update(wire, everyones, call)
+    known = _keep_count_of_real_rows(data, wire, step, call)
+    why = _why_not(wire, step, call)
     if why:
-        _warn_once(why)
-        return fall_back()
-    ends = np.cumsum(wire.sizes[step][_rank(call)]).tolist()
-    indices = [list(range(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    micro_batches = [tu.index_select_tensor_dict(data, rows) for rows in indices]
+        lost = "" if known else "; sequence means then count padding rows, which these columns do not tell from others"
+        _warn_once(f"verl's own micro-batches are used on all ranks: {why}{lost}")
+        return verls_own()
+    if step < 0:
+        return verls_own()
+    if wire.sizes is None or not dynamic:
+        # fixed micro-batches: rows are dispatched in the plan's order, so verl cuts them as planned
+        micro_batches, indices = verls_own()
+    else:
+        indices = [rows.tolist() for rows in consecutive(wire.sizes[step][call.rank].tolist())]
+        micro_batches = cut_rows(data, indices)
     return (timed(data, micro_batches, step) if wire.timed else micro_batches), indices
 
 
@@ -105,48 +132,83 @@ def row_lengths(data: Any) -> list[int]:
     return data["attention_mask"].sum(-1).tolist()
 
 
-def _rank(call: _Call) -> int:
-    if call.dp_group is None or not dist.is_initialized():
-        return 0
-    return dist.get_rank(call.dp_group)
+def _step_of_update(wire: WirePlan, everyones: Sequence[int], call: _Call) -> int:
+    """The mini-batch that these rows are, from the lengths of all ranks' rows."""
+    if call.world != wire.dp_size:
+        return _OTHER_RANKS
+    shares = np.array_split(np.asarray(everyones), call.world)
+    sums = np.array([checksum(share) for share in shares])
+    found = np.flatnonzero((wire.checksums == sums[:, None]).all(axis=0))
+    return int(found[0]) if found.size else _OTHER_ROWS
 
 
-def _world(call: _Call) -> int:
-    if call.dp_group is None or not dist.is_initialized():
-        return 1
-    return dist.get_world_size(call.dp_group)
+def _step_of_pass(message: object, data: Any, call: _Call) -> tuple[WirePlan, int]:
+    """The plan, and the mini-batch that the rows are on every rank; one collective."""
+    plans: list[WirePlan] = []
+
+    def mine() -> tuple[int]:
+        wire = decode(message)
+        plans.append(wire)
+        if call.world != wire.dp_size:
+            return (_OTHER_RANKS,)
+        found = np.flatnonzero(wire.checksums[call.rank] == checksum(row_lengths(data)))
+        return (int(found[0]) if found.size else _OTHER_ROWS,)
+
+    group = None if call.world == 1 else call.dp_group
+    steps = {step for (step,) in gather_numbers(mine, count=1, group=group, doing="reading the plan of a pass")}
+    return plans[0], steps.pop() if len(steps) == 1 else min(_OTHER_ROWS, *steps)
 
 
-def _planned_step(wire: WirePlan, lengths: list[int], everyones: Any, call: _Call) -> tuple[int | None, str]:
-    """The mini-batch that these rows are, or None and why; the same answer on every rank."""
-    world = _world(call)
-    if world != wire.dp_size:
-        return None, f"the plan is for {wire.dp_size} data-parallel ranks, the engine has {world}"
-    if everyones is not None:
-        shares = np.array_split(np.asarray(everyones), world)
-        sums = np.array([checksum(share) for share in shares])
-        found = np.flatnonzero((wire.checksums == sums[:, None]).all(axis=0))
-        if found.size:
-            return int(found[0]), ""
-        return None, "the rows of a mini-batch are not the planned ones (are they shuffled or filtered in the workers?)"
-    mine = np.flatnonzero(wire.checksums[_rank(call)] == checksum(lengths))
-    step = int(mine[0]) if mine.size else -1
-    if world > 1:
-        from verl.utils.device import get_device_name
+def _keep_count_of_real_rows(data: Any, wire: WirePlan, step: int, call: _Call) -> bool:
+    """Make sequence means count the mini-batch's real rows only, in verl's fall-back too.
 
-        agreed = torch.tensor([step, -step], device=get_device_name())
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=call.dp_group)
-        low, high = int(agreed[0]), -int(agreed[1])
-        step = low if low == high else -1
+    Where the rows are not a planned mini-batch, the ranks count them, in one collective.
+
+    Returns:
+        Whether the count is right.
+    """
+    from verl.utils import tensordict_utils as tu
+
+    if data.get("global_batch_size", None) is None:
+        return True  # a pass: nothing is averaged
+    if step >= 0:
+        real = int(wire.num_real_rows[step])
+    else:
+        group = None if call.world == 1 else call.dp_group
+        counts = gather_numbers(lambda: (_real_rows(data),), count=1, group=group, doing="counting real rows")
+        if any(count < 0 for (count,) in counts):
+            return False
+        real = sum(count for (count,) in counts)
+    tu.assign_non_tensor(data, global_batch_size=real)
+    return True
+
+
+def _real_rows(data: Any) -> int:
+    """Rows of this rank that are no padding; -1 where the columns do not tell.
+
+    A padding row has one token over and over, a response of one token, and nothing under its mask.
+    """
+    columns = [data.get(name, None) for name in ("input_ids", "responses", "response_mask")]
+    if any(not isinstance(column, torch.Tensor) or not column.is_nested for column in columns):
+        return -1
+    rows = zip(*(column.unbind() for column in columns), strict=True)
+    padding = sum(
+        response.numel() == 1 and not bool(mask.any()) and bool((ids == ids[0]).all()) for ids, response, mask in rows
+    )
+    return len(data) - padding
+
+
+def _why_not(wire: WirePlan, step: int, call: _Call) -> str:
+    """Why the engine cannot run what was planned; empty if it can, or nothing was. The same on every rank."""
+    if wire.sizes is None:
+        return ""
+    if step == _OTHER_RANKS:
+        return f"the plan is for {wire.dp_size} data-parallel ranks, the engine has {call.world}"
     if step < 0:
-        return None, "a rank holds rows that the plan does not describe"
-    return step, ""
-
-
-def _breach(wire: WirePlan, step: int, call: _Call) -> str:
-    """Why the engine cannot run the planned micro-batches; empty if it can. The same on every rank."""
-    sizes = wire.sizes
-    count = 0 if sizes is None else sizes[step].shape[1]
+        return "the rows are not the planned ones (are they shuffled or filtered in the workers?)"
+    if not call.dynamic:
+        return ""
+    count = wire.sizes[step].shape[1]
     if call.group_size != 1:
         return f"the engine keeps groups of {call.group_size} rows together, which the plan does not"
     if count % call.divided_by or count < call.min_count:
@@ -159,7 +221,7 @@ def _breach(wire: WirePlan, step: int, call: _Call) -> str:
     return ""
 
 
-def _warn_once(why: str) -> None:
-    if why not in _warned:
-        _warned.add(why)
-        logger.warning("equipoise: falling back to verl's micro-batches on all ranks: %s", why)
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        logger.warning("equipoise: %s", text)
