@@ -13,6 +13,8 @@ from torch.nn import functional
 
 LEAST_ROWS = 4
 """Fewer are never run: libraries multiply one or two rows in ways of their own, and all weights are read anyway."""
+DRAWS = 4
+"""Sets of inputs per shape. Another order of the sum can leave the bits of a single output alone in one of them."""
 
 
 def linear_sizes(model: torch.nn.Module, sizes: Sequence[int]) -> set[int]:
@@ -20,28 +22,33 @@ def linear_sizes(model: torch.nn.Module, sizes: Sequence[int]) -> set[int]:
 
     Each shape is run with inputs and weights for which :math:`\sum_k x_k w_k = 0`: terms come in pairs of opposite sign
     at random places, over a wide range of magnitudes. What comes out is rounding alone, so another order of the sum
-    changes leading digits, which rounding the result to half precision cannot hide.
+    changes leading digits, which rounding the result to half precision cannot hide. Every row and draw has magnitudes
+    of its own, so that even an order that differs in a single output is seen.
     """
-    agreeing = set(sizes)
+    agreeing, rows = set(sizes), max(sizes)
     for inputs, outputs, dtype, biased in sorted(_linear_shapes(model), key=str):
         device = next(model.parameters()).device
-        x, weight = null_sums(max(sizes), inputs, outputs, dtype)
-        x, weight = x.to(device)[:, None], weight.to(device)
+        x, weight = null_sums(DRAWS * rows, inputs, outputs, dtype)
+        weight = weight.to(device)
         bias = torch.zeros(outputs, dtype=dtype, device=device) if biased else None
-        want = functional.linear(x, weight, bias)
-        agreeing = {
-            size
-            for size in agreeing
-            if all(
-                torch.equal(functional.linear(x[places], weight, bias), want[places])
-                for places in _places(max(sizes), size)
-            )
-        }
+        for drawn in x.to(device)[:, None].split(rows):
+            want = functional.linear(drawn, weight, bias)
+            agreeing = {
+                size
+                for size in agreeing
+                if all(
+                    torch.equal(functional.linear(drawn[places], weight, bias), want[places])
+                    for places in _places(rows, size)
+                )
+            }
     return agreeing
 
 
 def null_sums(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs (rows, inputs) and weights (outputs, inputs) whose products are 0 but for rounding; the same each time.
+
+    Inputs span 22 powers of 2: wide enough that float32 rounds sums of half-precision products, which are exact in it,
+    and narrow enough that float16 holds both the sums and their rounding.
 
     >>> x, weight = null_sums(4, 6, 3, torch.float64)
     >>> bool(((x @ weight.T).abs() < 1e-10).all())
@@ -51,7 +58,8 @@ def null_sums(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple
     half = inputs // 2
     first, second = torch.randperm(inputs, generator=draws)[: 2 * half].reshape(2, half)
     x = torch.zeros(rows, inputs)
-    x[:, first] = torch.randn(rows, half, generator=draws) * torch.exp2(12 * torch.rand(half, generator=draws) - 6)
+    magnitudes = torch.exp2(22 * torch.rand(rows, half, generator=draws) - 14)
+    x[:, first] = torch.randn(rows, half, generator=draws) * magnitudes
     x[:, second] = -x[:, first]
     weight = torch.randn(outputs, inputs, generator=draws)
     weight[:, second] = weight[:, first]
