@@ -42,9 +42,13 @@ class RolloutConfig:
     profile_interval: int = 4
     """Measurements that are skipped from one that is kept to the next, plus one."""
 
+    max_prompts: int = 65536
+    """Most prompts whose response lengths are remembered, and most conversations without a request under way; the
+    least recently used is forgotten first."""
+
     def __post_init__(self) -> None:
         _check_kinds(self, "equipoise.rollout")
-        for name in ("check_interval", "profile_interval"):
+        for name in ("check_interval", "profile_interval", "max_prompts"):
             value = getattr(self, name)
             if not _is_int(value) or value < 1:
                 rule = "be a whole number of at least 1"

@@ -20,8 +20,9 @@ from verl.workers.rollout.router import get_router_handle
 
 from equipoise.config import RolloutConfig
 from equipoise.rollout.transfer import RequestState
-from equipoise.trainer_hooks.on_verl.rollout import router_file
-from equipoise.trainer_hooks.on_verl.rollout_client import MovingAsyncClient, MovingClient
+from equipoise.trainer_hooks.on_verl.router.client import MovingAsyncClient, MovingClient
+from equipoise.trainer_hooks.on_verl.router.protocol import GENERATED_KEY
+from equipoise.trainer_hooks.on_verl.router.setup import router_file
 from equipoise.trainer_hooks.verl_on_cpu.patches import STREAM_KEY
 from equipoise.trainer_hooks.verl_on_cpu.server import HFCPUServer
 
@@ -68,7 +69,7 @@ async def sample(servers: dict[str, Any], kind: type[MovingClient], *, transfer:
     prompts = [[rng.randrange(3, 97) for _ in range(5 + i)] for i in range(NUM_REQUESTS)]
 
     def ask(i: int, limit: int) -> Any:
-        params = {"temperature": 1.0, "logprobs": True, "max_tokens": limit, STREAM_KEY: f"x/{i}"}
+        params = {"temperature": 1.0, "logprobs": True, "max_tokens": limit, STREAM_KEY: f"x/{i}", GENERATED_KEY: 0}
         return client.generate(f"talk {i}", prompt_ids=prompts[i], sampling_params=params)
 
     # those that are asked for second, fourth and sixth are on the other server, and short: it is idle soon

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.trainer_hooks.on_verl.router import TokenAwareRouter
+from equipoise.trainer_hooks.on_verl.router.actor import TokenAwareRouter
 
 BASE_S, PER_REQUEST_S = 0.010, 0.010
 
@@ -51,6 +51,21 @@ def draw(seed: int, *, prompts: int, siblings: int, longest: int = 8192) -> list
 
 def prompt_of(number: int) -> list[int]:
     return [number, *range(50 + number % 50)]
+
+
+def routed(num: int, clock: Clock | None = None, **config: Any) -> TokenAwareRouter:
+    servers = {f"s{i}": Replica(f"s{i}") for i in range(num)}
+    return TokenAwareRouter(servers, {"response_length": 1000, "transfer": "none", **config}, clock=clock or Clock())
+
+
+def ask(router: TokenAwareRouter, request: str, prompt: int | list[int] = 0) -> str:
+    ids = prompt_of(prompt) if isinstance(prompt, int) else prompt
+    return router.acquire_server(request, prompt_ids=ids, server_request_id=request)[0]
+
+
+def answer(router: TokenAwareRouter, request: str, server: str, tokens: int = 100) -> None:
+    router.release_server(server, request)
+    router.report(request, tokens, aborted=False)
 
 
 def rollout(

@@ -27,9 +27,9 @@ from equipoise.errors import InvalidInput
 from equipoise.rollout.decode import DecodeConfig, DecodeEngine, sampling
 from equipoise.rollout.decode import engine as engine_module
 from equipoise.rollout.transfer import RequestState, Sampling
+from equipoise.trainer_hooks.on_verl.router.protocol import GENERATED_KEY
 from equipoise.trainer_hooks.verl_on_cpu.attention import NAME, register, row_lengths
 from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_environment, cpu_overrides
-from equipoise.trainer_hooks.verl_on_cpu.patches import GENERATED_KEY
 from equipoise.trainer_hooks.verl_on_cpu.request import Limits, read_request
 from equipoise.trainer_hooks.verl_on_cpu.serving import Answer, DecodeLoop
 

@@ -16,7 +16,7 @@ verl 0.9.1. Four names are replaced, all others are only called or relied on:
 
 ``undo`` puts all four back.
 
-With ``equipoise.rollout.enable=true`` (``rollout.py``) ``rollout.router_config_path`` names a router of the plugin's,
+With ``equipoise.rollout.enable=true`` (``router/setup.py``) ``rollout.router_config_path`` names the plugin's router,
 and ``get_llm_client`` of the trainer instance (verl/trainer/ppo/v1/trainer_base.py:396) returns a subclass of the
 client that verl would have returned (verl/workers/rollout/llm_server.py): verl's client does not tell a router how long
 a response was, and the synchronous one does not go on with an aborted request. Until it does both.
@@ -160,7 +160,7 @@ def patch_trainer(module: ModuleType) -> None:
             original(self, config, *args, **kwargs)
             return
         from equipoise.trainer_hooks.on_verl.driver.attach import attach, read_config
-        from equipoise.trainer_hooks.on_verl.rollout import choose_router
+        from equipoise.trainer_hooks.on_verl.router.setup import choose_router
 
         settings = read_config(config)
         choose_router(config, settings)

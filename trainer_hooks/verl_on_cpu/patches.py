@@ -22,8 +22,6 @@ from equipoise.trainer_hooks._imports import when_imported
 ROLLOUT_NAME = "hf_cpu"
 POLL_INTERVAL_S = 0.1
 STREAM_KEY = "equipoise_stream"
-GENERATED_KEY = "equipoise_generated"  # tokens at the end of a prompt that were sampled elsewhere
-KV_BYTES_KEY = "equipoise_kv_bytes"  # of the cache that was sent elsewhere
 
 _ROOM = __package__
 
@@ -135,8 +133,11 @@ def _agent_loop(module: ModuleType) -> None:
     """verl/experimental/agent_loop/agent_loop.py:660 gives a server no name for a sample but a random one.
 
     The server of this room seeds each sample by (step, row of the data, sibling), so these travel with the sampling
-    parameters. Can go when verl passes a seed per sample.
+    parameters; so does the number of tokens sampled elsewhere, which the hook's clients keep up to date. Can go when
+    verl passes a seed per sample.
     """
+    from equipoise.trainer_hooks.on_verl.router.protocol import GENERATED_KEY
+
     worker = _found(module, "AgentLoopWorker")
     run = _found(worker, "_run_agent_loop")
 
@@ -149,7 +150,8 @@ def _agent_loop(module: ModuleType) -> None:
                 trajectory["sample_index"],
                 kwargs.get("session_id", trajectory["rollout_n"]),
             )
-            sampling_params = {**sampling_params, STREAM_KEY: "/".join(str(getattr(x, "data", x)) for x in names)}
+            stream = "/".join(str(getattr(x, "data", x)) for x in names)
+            sampling_params = {**sampling_params, STREAM_KEY: stream, GENERATED_KEY: 0}
         return await run(self, sampling_params, trajectory, **kwargs)
 
     worker._run_agent_loop = _run_agent_loop

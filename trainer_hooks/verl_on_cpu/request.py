@@ -11,7 +11,8 @@ from typing import Any
 
 from equipoise.errors import InvalidConfig, InvalidInput, must
 from equipoise.rollout.transfer import RequestState, Sampling
-from equipoise.trainer_hooks.verl_on_cpu.patches import GENERATED_KEY, STREAM_KEY
+from equipoise.trainer_hooks.on_verl.router.protocol import GENERATED_KEY
+from equipoise.trainer_hooks.verl_on_cpu.patches import STREAM_KEY
 
 _SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 

@@ -1,15 +1,14 @@
 """The server actor of the rollout ``hf_cpu``: a decode engine of Equipoise on a CPU.
 
-With equal weights, samples can be repeated to the bit. Each has a random stream of its own, seeded by
-``rollout.seed``, the prompt, and the name of the sample: training or validation, step, row of the data and sibling,
-which :func:`~equipoise.trainer_hooks.verl_on_cpu.patches.attach` adds to the sampling parameters. Whichever replica
-answers, in whichever order and company, moved or not, a sample is the same. A request without a name counts how often
-its server was asked for that prompt since the last weights, which repeats with one replica only. A whole run repeats as
-long as its mini-batches do: those of a plan follow verl's random prompt ids, see
-:func:`~equipoise.trainer_hooks.on_verl.driver.rows.neutral_order`.
+With equal weights, samples repeat to the bit. Each has its own random stream, seeded by ``rollout.seed``, the prompt,
+and the name of the sample: training or validation, step, row of the data and sibling, which
+:func:`~equipoise.trainer_hooks.verl_on_cpu.patches.attach` adds to the sampling parameters. A sample is the same
+whichever replica answers, in any order and company, moved or not. The name of a request without one is how often its
+server was asked for that prompt since the last weights, which repeats with one replica only. A whole run repeats as
+long as its mini-batches do; those that the hook plans follow verl's random prompt ids.
 
 A request can be handed over to another server with its cache. The receiver keeps the cache under the request's tokens
-until they are asked for; if they never are, or its weights change, the cache is dropped.
+until they are asked for; if they never are, or the weights change, the cache is dropped.
 
 Environment:
     EQUIPOISE_CPU_SERVER_THREADS: torch threads of a server; 1 if unset.
@@ -28,22 +27,23 @@ import functools
 import itertools
 import logging
 import os
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from numpy.typing import NDArray
-from ray.exceptions import RayError
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.replica import TokenOutput
 
+from equipoise.config import RolloutConfig
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.decode import DecodeConfig, DecodeEngine
 from equipoise.rollout.transfer import RequestState
-from equipoise.trainer_hooks.verl_on_cpu.patches import KV_BYTES_KEY
+from equipoise.trainer_hooks.on_verl.router.protocol import KV_BYTES_KEY
 from equipoise.trainer_hooks.verl_on_cpu.request import Limits, read_request
 from equipoise.trainer_hooks.verl_on_cpu.serving import DecodeLoop
 
@@ -94,7 +94,7 @@ class HFCPUServer:
         self.global_steps: int | None = None
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._numbers = itertools.count()
-        self._parked: OrderedDict[tuple[int, ...], Parked] = OrderedDict()
+        self._parked: LRUCache[tuple[int, ...], Parked] = LRUCache(_MOST_PARKED)  # for the engine's thread alone
         self._missing: set[str] | None = None
 
     async def ready(self) -> None:
@@ -110,16 +110,16 @@ class HFCPUServer:
         self.loop.reopen("sleep")
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Hand back what every request has got so far; hold or reject later ones until :meth:`resume_generation`."""
+        """Return what every request has generated; hold or reject later ones until :meth:`resume_generation`."""
         await self.loop.abort("abort", reject=reject_request)
-        self._parked.clear()
+        await self.loop.in_thread(self._parked.clear)
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
-        """Hand back what one request has got so far, as verl's vLLM server does; there is no prefix cache."""
+        """Return what one request has generated so far, as verl's vLLM server does; there is no prefix cache."""
         return {"aborted": await self.loop.abort_one(request_id), "request_id": request_id}
 
     async def hand_over_request(self, request_id: str, receiver: Any) -> bool:
-        """Send the cache of one request to another server, and hand back what it has got so far.
+        """Send the cache of one request to another server, and return what it has generated so far.
 
         Args:
             request_id: as in :meth:`abort_request`.
@@ -128,33 +128,32 @@ class HFCPUServer:
         Returns:
             Whether the request was here.
         """
-        model = await self._model_id()
+        # it tells the threads of the engine too, so the engine's own is asked
+        model = await self.loop.in_thread(lambda: self.loop.engine.facts().model)
 
         async def send(state: RequestState) -> int:
             assert state.kv is not None
             layers = np.stack([layer.numpy() for layer in state.kv])
             parked = Parked(model=model, num_cached=state.num_cached, layers=layers)
-            try:
-                taken = await asyncio.wait_for(receiver.take_in.remote(list(state.tokens), parked), _SEND_S)
-            except (RayError, OSError, TimeoutError) as error:
-                logger.warning("equipoise: the cache of a request was not sent, and is computed again: %r", error)
+            sending = asyncio.wait_for(receiver.take_in.remote(list(state.tokens), parked), _SEND_S)
+            (taken,) = await asyncio.gather(sending, return_exceptions=True)  # the request goes on, whatever went wrong
+            if isinstance(taken, BaseException):
+                logger.warning("equipoise: the cache of a request was not sent; it is computed again: %r", taken)
                 return 0
             return layers.nbytes if taken else 0
 
         return await self.loop.hand_over(request_id, send)
 
-    async def _model_id(self) -> str:
-        """Of model and weights; it tells the threads of the engine too, so that it is asked for in the engine's."""
-        return await self.loop.in_thread(lambda: self.loop.engine.facts().model)
-
     async def take_in(self, tokens: list[int], parked: Parked) -> bool:
-        """Keep the cache of a request that will be asked for; False if it is of no use here."""
-        if parked.model != await self._model_id():
-            return False
-        self._parked[tuple(tokens)] = parked
-        while len(self._parked) > _MOST_PARKED:
-            self._parked.popitem(last=False)
-        return True
+        """Keep the cache of a request that will be asked for; False if it fits another model or other weights."""
+
+        def park() -> bool:
+            useful = parked.model == self.loop.engine.facts().model
+            if useful:
+                self._parked[tuple(tokens)] = parked
+            return useful
+
+        return await self.loop.in_thread(park)
 
     def _with_cache(self, state: RequestState) -> RequestState:
         """The request with the cache that came for it, if one did; in the engine's thread."""
@@ -185,9 +184,8 @@ class HFCPUServer:
         """Do nothing: there is no device to profile."""
 
     async def update_weights(self, weights: Weights, *, last: bool, global_steps: int | None) -> None:
-        """Take a part of the weights; serve nothing from the first part until the last is in."""
+        """Take some of the weights; serve nothing from the first part until the last has come."""
         await self.loop.close("weights")
-        self._parked.clear()
         await self.loop.in_thread(lambda: self._copy(weights))
         if self._missing is None:
             self._missing = {name for name, _ in self.model.named_parameters()}
@@ -204,6 +202,7 @@ class HFCPUServer:
             self.loop.reopen("weights")
 
     def _copy(self, weights: Weights) -> None:
+        self._parked.clear()
         own: dict[str, torch.Tensor] = self.model.state_dict()
         with torch.no_grad():
             for name in weights.keys() & own.keys():
@@ -212,7 +211,7 @@ class HFCPUServer:
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **extra: object
     ) -> TokenOutput:
-        """Sample one continuation. ``request_id`` has no say in what is sampled: verl draws it at random."""
+        """Sample one continuation. It does not depend on ``request_id``, which verl draws at random."""
         if media := sorted(name for name, value in extra.items() if value):
             raise InvalidInput(must("request", "be text only", media, "hf_cpu serves language models"))
         prompt = tuple(prompt_ids)
@@ -241,13 +240,14 @@ class HFCPUServer:
 
 
 def decode_tiers(max_num_seqs: int) -> tuple[int, ...]:
-    """Decode sizes: the most requests at once, at most 64, and powers of two below it, down to 4.
+    """Decode sizes: the default tiers of ``equipoise.rollout``, cut off at the most requests at once.
 
     >>> decode_tiers(1024), decode_tiers(12), decode_tiers(2)
     ((64, 32, 16, 8, 4), (12, 8, 4), (2,))
     """
-    most = min(max_num_seqs, 64)
-    return most, *(size for size in (32, 16, 8, 4) if size < most)
+    tiers = RolloutConfig().tiers
+    most = min(max_num_seqs, tiers[0])
+    return most, *(size for size in tiers if size < most)
 
 
 def _load(path: str) -> Any:

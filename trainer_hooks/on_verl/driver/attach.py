@@ -19,7 +19,7 @@ from equipoise.trainer_hooks.on_verl._say import say
 from equipoise.trainer_hooks.on_verl.driver.checks import check_config
 from equipoise.trainer_hooks.on_verl.driver.planner import StepPlanner
 from equipoise.trainer_hooks.on_verl.driver.settings import Stage
-from equipoise.trainer_hooks.on_verl.rollout import attach_rollout
+from equipoise.trainer_hooks.on_verl.router.setup import attach_rollout
 
 _METHODS: dict[Stage, str] = {
     "old_log_prob": "_compute_old_log_prob",

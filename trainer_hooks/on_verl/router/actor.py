@@ -1,68 +1,42 @@
 """A router for verl's rollout servers that counts expected tokens, not requests.
 
-It has the interface ``RequestLoadBalancer`` of verl/workers/rollout/router.py (0.9.1), which makes an actor of it.
-verl's clients tell it that a request comes and goes; those of
-:mod:`~equipoise.trainer_hooks.on_verl.rollout_client` also tell how long the response was, and carry out moves. Without
-them no length is known: all responses count alike.
+It implements ``RequestLoadBalancer`` of verl/workers/rollout/router.py (0.9.1), which runs it as a Ray actor. verl's
+clients report when a request arrives and leaves; those of :mod:`~equipoise.trainer_hooks.on_verl.router.client` also
+report how long the response was, and carry out moves. Without them no length is known: all responses count alike.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from equipoise.config import RolloutConfig
-from equipoise.errors import InvalidConfig, must, nearest
-from equipoise.trainer_hooks.on_verl.router_ledger import Held, Ledger
-from equipoise.trainer_hooks.on_verl.router_lengths import ExpectedLengths
-from equipoise.trainer_hooks.on_verl.router_moves import MovePlanner
-from equipoise.trainer_hooks.on_verl.router_replay import Replay, Stay, StepTimes
-from equipoise.trainer_hooks.on_verl.router_watch import Watch
+from equipoise.trainer_hooks.on_verl.router.config import RouterConfig
+from equipoise.trainer_hooks.on_verl.router.conversations import Conversation, Conversations
+from equipoise.trainer_hooks.on_verl.router.ledger import Held, Ledger
+from equipoise.trainer_hooks.on_verl.router.lengths import ExpectedLengths
+from equipoise.trainer_hooks.on_verl.router.moves import MovePlanner
+from equipoise.trainer_hooks.on_verl.router.protocol import LET_GO
+from equipoise.trainer_hooks.on_verl.router.replay import Replay, Stay, StepTimes
+from equipoise.trainer_hooks.on_verl.router.watch import Watch
 
 logger = logging.getLogger("equipoise")
 
 METRICS_PREFIX = "equipoise/rollout/"
-_CORRECT_EVERY_S = 1.0  # expectations of running requests, where nobody checks for moves
-_CONVERSATIONS = 100_000  # remembered ones
+_CORRECT_EVERY_S = 1.0  # between updates of what running requests are expected to generate, if nobody calls `check`
 _UNKNOWN_STEP_S = 0.2  # between checks while no request has finished
-_CALLS = {"recompute": "abort_request", "kv": "hand_over_request"}  # of a replica that lets a request go
-_OVERDUE_CHECKS = 10  # after which a replica is taken not to have let a request go
-
-
-@dataclass(kw_only=True)
-class _Conversation:
-    """What is known of the turns of one request id."""
-
-    prompt: Hashable
-    home: str | None = None
-    turn: int = 0
-    generated: int = 0  # tokens of this turn from earlier stays
-    expected: float = 0.0  # of this turn when it came
-    moves: int = 0  # of this turn
-    goes_to: str | None = None
-    told_to_leave: bool = False  # its replica was, and it has not come back since
-    left_at: float = 0.0
-    stay: tuple[Held, float] | None = None  # the last one, and the mean number of requests beside
-    tier_seconds: dict[int, float] = field(default_factory=dict[int, float])  # of the last stay
-    stays: list[Stay] = field(default_factory=list[Stay])  # of this turn
-
-    @property
-    def key(self) -> Hashable:
-        return self.prompt, self.turn
+_OVERDUE_CHECKS = 10  # after so many, a replica is considered to have kept a request that was to move
 
 
 class TokenAwareRouter:
-    """Sends a request where the fewest tokens are outstanding, siblings apart, and moves unfinished ones.
+    """Sends requests to the replica with the fewest outstanding tokens, keeps siblings apart, moves unfinished ones.
 
     Args:
         servers: handle of each replica by its id.
-        config: ``response_length``, ``max_num_seqs`` and the fields of ``equipoise.rollout``; of ``router_class``, by
-            which verl finds this class, nothing is made.
-        clock: seconds.
+        config: the fields of ``RouterConfig`` and of ``equipoise.rollout``; ``router_class``, by which verl finds this
+            class, is ignored.
+        clock: returns the time in seconds.
 
     Raises:
         InvalidConfig: an unknown key, or a value that breaks its rule.
@@ -78,7 +52,6 @@ class TokenAwareRouter:
         self._clock = clock
         self._servers = dict(servers)
         self._ledger = Ledger(servers)
-        self._conversations: OrderedDict[str, _Conversation] = OrderedDict()
         self._leaving: dict[str, float] = {}
         self._replay = Replay()
         self._step_times = StepTimes()
@@ -88,25 +61,22 @@ class TokenAwareRouter:
         self._watch = Watch(clock, lambda count: self._planner.tier(count), lambda count: self._planner.share(count))
 
     def configure(self, config: Mapping[str, Any]) -> None:
-        """Take settings; to be called before the first request."""
-        known = ["response_length", "max_num_seqs", *(each.name for each in fields(RolloutConfig))]
-        for key, value in config.items():
-            if key not in known:
-                raise InvalidConfig(must(f"{key} of the router", "be a known key", value, nearest(key, known)))
-        values = dict(config)
-        limit, slots = values.pop("response_length", 4096), values.pop("max_num_seqs", 1024)
-        self._config = RolloutConfig(**values)
-        self._lengths = ExpectedLengths(limit=int(limit))
-        self._planner = MovePlanner(self._config, slots=int(slots))
+        """Set the settings; call it before the first request."""
+        settings = RouterConfig.of(config)
+        self._config = settings.rollout
+        most = self._config.max_prompts
+        self._conversations = Conversations(most)
+        self._lengths = ExpectedLengths(limit=settings.response_length, max_prompts=most)
+        self._planner = MovePlanner(self._config, slots=settings.max_num_seqs)
 
     # -- verl's interface ----------------------------------------------------------------------------------------------
 
     def require_acquire_fields(self) -> list[str]:
-        """What clients must say of a request that comes."""
+        """What clients must pass to :meth:`acquire_server`."""
         return ["prompt_ids", "server_request_id"]
 
     def require_release_fields(self) -> list[str]:
-        """What clients must say of a request that goes."""
+        """What clients must pass to :meth:`release_server`."""
         return ["request_id"]
 
     def acquire_server(
@@ -116,18 +86,20 @@ class TokenAwareRouter:
         server_request_id: str | None = None,
         **_extra: object,
     ) -> tuple[str, Any]:
-        """Replica for a request, and its handle.
+        """Choose the replica for a request; return its id and handle.
 
         Args:
-            request_id: of the conversation.
+            request_id: names the conversation.
             prompt_ids: tokens to continue.
-            server_request_id: what the replica will call the request; one without it is not moved.
+            server_request_id: the replica's name for the request; without one it is never moved.
         """
         self._advance()
         now = self._clock()
         if now >= self._correct_at:
             self._correct(now)
-        talk = self._conversation(request_id, prompt_ids)
+        talk = self._conversations.get(request_id)
+        if talk is None:
+            talk = Conversation(prompt=request_id if prompt_ids is None else hash(tuple(prompt_ids)))
         if talk.generated:
             expected = self._lengths.remaining([talk.key], [talk.generated])[0]
         else:
@@ -139,6 +111,7 @@ class TokenAwareRouter:
             if talk.home is not None:
                 self._watch.counts["stayed" if server == talk.home else "left"] += 1
         talk.home, talk.told_to_leave = server, False
+        self._conversations.hold(request_id, talk)
         self._ledger.hold(
             Held(
                 request_id=request_id,
@@ -157,13 +130,13 @@ class TokenAwareRouter:
         return server, self._servers[server]
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
-        """A request has left a replica, done or not."""
+        """Note that a request has left a replica, finished or not."""
         self._advance()
         ledger = self._ledger
         held = ledger.drop_any(server_id) if request_id is None else ledger.drop(request_id, server_id)
-        talk = None if held is None else self._conversations.get(held.request_id)
-        if held is None or talk is None:
+        if held is None:
             return
+        talk = self._conversations.busy[held.request_id]
         talk.left_at = self._clock()
         seconds = talk.left_at - held.since
         beside = self._watch.request_seconds.get(server_id, 0.0) - held.request_seconds
@@ -172,39 +145,41 @@ class TokenAwareRouter:
             tier: total - held.tier_seconds.get(tier, 0.0)
             for tier, total in self._watch.tier_seconds.get(server_id, {}).items()
         }
+        self._rest(held.request_id)
 
     def add_servers(self, servers: Mapping[str, Any]) -> None:
-        """New replicas."""
+        """Add replicas."""
         self._advance()
         self._ledger.add_servers(servers)
         self._servers.update(servers)
 
     def remove_servers(self, server_ids: Sequence[str]) -> None:
-        """Replicas that are gone or failed, with all that was on them."""
+        """Remove replicas that are gone or failed, with their requests."""
         self._advance()
         for held in self._ledger.remove_servers(server_ids):
             self._leaving.pop(held.request_id, None)
+            self._rest(held.request_id)
         self._watch.forget(server_ids)
         for server in server_ids:
             self._servers.pop(server, None)
-        for talk in self._conversations.values():
+        for talk in self._conversations:
             talk.home = None if talk.home in server_ids else talk.home
             talk.goes_to = None if talk.goes_to in server_ids else talk.goes_to
 
     def get_all_servers(self) -> list[str]:
-        """Ids of the replicas."""
+        """Return the ids of the replicas."""
         return list(self._ledger.running)
 
     def get_inflight_count(self, server_id: str) -> int:
-        """Requests on a replica."""
+        """Return the number of requests on a replica."""
         return self._ledger.running.get(server_id, 0)
 
     def get_total_inflight(self) -> int:
-        """Requests on all replicas."""
+        """Return the number of requests on all replicas."""
         return sum(self._ledger.running.values())
 
     def get_status(self) -> dict[str, Any]:
-        """As verl's, and the outstanding tokens of each replica."""
+        """Return what verl's router does, and the outstanding tokens of each replica."""
         return {
             "servers": dict(self._ledger.running),
             "total_inflight": self.get_total_inflight(),
@@ -214,25 +189,25 @@ class TokenAwareRouter:
         }
 
     def clear_sticky_cache(self) -> dict[str, Any]:
-        """Let no turn prefer the replica of the one before."""
+        """Forget where conversations were: their next turns go to any replica."""
         cleared = 0
-        for talk in self._conversations.values():
+        for talk in self._conversations:
             cleared += talk.home is not None
             talk.home = None
         return {"cleared_entries": cleared, "server_loads": dict(self._ledger.running)}
 
-    # -- that of the plugin's clients and trainer ----------------------------------------------------------------------
+    # -- for the plugin's own clients and trainer ----------------------------------------------------------------------
 
     def report(self, request_id: str, num_tokens: int, *, aborted: bool, kv_bytes: int = 0) -> bool:
-        """A request has come back from its replica with so many tokens. Whether it is to be asked for again at once.
+        """Note what a replica returned for a request; True if the client must ask for the rest at once.
 
-        So is every request that the router had aborted, also one whose new replica is gone by now.
+        It must for every request that the router had aborted, even if the new replica is gone by now.
 
         Args:
-            request_id: of the conversation.
-            num_tokens: of this stay.
-            aborted: whether it is unfinished.
-            kv_bytes: of its cache, where the replica sent that to the new one.
+            request_id: names the conversation.
+            num_tokens: generated on this replica.
+            aborted: whether the response is unfinished.
+            kv_bytes: size of its cache, if the replica sent that to the new one.
         """
         self._watch.counts["kv_bytes"] += kv_bytes
         talk = self._conversations.get(request_id)
@@ -258,10 +233,11 @@ class TokenAwareRouter:
         counts["error"] += round(abs(talk.expected - talk.generated))
         self._leaving.pop(request_id, None)
         talk.turn, talk.generated, talk.moves, talk.goes_to = talk.turn + 1, 0, 0, None
+        self._rest(request_id)
         return False
 
     def check(self) -> float | None:
-        """Move requests if that is due; the seconds until it is due again, None where nothing ever moves."""
+        """Move requests if a check is due; return the seconds until the next one, None if nothing ever moves."""
         if self._config.transfer == "none":
             return None
         self._advance()
@@ -279,7 +255,7 @@ class TokenAwareRouter:
         return interval_s
 
     def take_metrics(self) -> dict[str, float]:
-        """Figures since the last call; responses from here on belong to a new rollout."""
+        """Return the figures since the last call, and start a new rollout."""
         self._advance()
         self._lengths.next_rollout()
         figures = self._watch.take(self._ledger.running)
@@ -299,17 +275,13 @@ class TokenAwareRouter:
     def _advance(self) -> None:
         self._watch.advance(self._ledger.running, self._ledger.load)
 
-    def _conversation(self, request_id: str, prompt_ids: Sequence[int] | None) -> _Conversation:
-        talk = self._conversations.pop(request_id, None)
-        if talk is None:
-            talk = _Conversation(prompt=request_id if prompt_ids is None else hash(tuple(prompt_ids)))
-            while len(self._conversations) >= _CONVERSATIONS:
-                self._conversations.popitem(last=False)
-        self._conversations[request_id] = talk
-        return talk
+    def _rest(self, request_id: str) -> None:
+        """Let a conversation be forgotten some day, unless it has a request under way."""
+        if request_id not in self._leaving and not self._ledger.of(request_id):
+            self._conversations.rest(request_id)
 
-    def _target(self, request_id: str, talk: _Conversation, prompt_tokens: int) -> str | None:
-        """Where a request goes that was told to leave."""
+    def _target(self, request_id: str, talk: Conversation, prompt_tokens: int) -> str | None:
+        """Replica that a moved request was promised; None for any other request."""
         if request_id not in self._leaving or self._ledger.of(request_id):
             return None
         del self._leaving[request_id]
@@ -323,7 +295,7 @@ class TokenAwareRouter:
         return server
 
     def _correct(self, now: float) -> dict[int, int]:
-        """Expect of running requests what is likely by now. Tokens that each has generated, by its order."""
+        """Update what running requests are expected to generate; return the tokens each has generated, by its order."""
         self._correct_at = now + _CORRECT_EVERY_S
         step_s = self._planner.step_s
         held = self._ledger.everything()
@@ -334,23 +306,23 @@ class TokenAwareRouter:
         return {each.order: tokens for each, tokens in zip(held, done, strict=True)}
 
     def _settle(self, now: float) -> bool:
-        """Whether requests are still on their way; one whose replica keeps it is left alone for good."""
+        """Give up on requests that their replica keeps; return whether others are still on their way."""
         for request_id, overdue_at in list(self._leaving.items()):
             if now >= overdue_at:
                 del self._leaving[request_id]
                 self._watch.counts["kept"] += 1
                 self._warn_kept()
-                talk = self._conversations.get(request_id)
-                if talk is not None:
-                    talk.goes_to, talk.moves = None, self._planner.most_moves
+                talk = self._conversations.busy[request_id]
+                talk.goes_to, talk.moves = None, self._planner.most_moves
+                self._rest(request_id)
         return bool(self._leaving)
 
     def _warn_kept(self) -> None:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "equipoise: a rollout server did not let a request go that was to move; with vLLM from 0.16 on set"
-                " VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, or equipoise.rollout.transfer=none"
+                "equipoise: a rollout server did not release a request that was to move; with vLLM 0.16 or later set"
+                " VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, or turn moves off with equipoise.rollout.transfer=none"
             )
 
     def _move(self, generated: Mapping[int, int], *, overdue_at: float) -> None:
@@ -358,12 +330,12 @@ class TokenAwareRouter:
         moves: dict[int, int] = {}
         for held in self._ledger.everything():
             requests[held.server].append(held)
-            talk = self._conversations.get(held.request_id)
-            alone = talk is not None and len(self._ledger.of(held.request_id)) == 1
-            able = alone and hasattr(self._servers[held.server], _CALLS[self._config.transfer])
-            moves[held.order] = talk.moves if talk is not None and able else self._planner.most_moves
+            alone = len(self._ledger.of(held.request_id)) == 1
+            able = alone and hasattr(self._servers[held.server], LET_GO[self._config.transfer])
+            talk = self._conversations.busy[held.request_id]
+            moves[held.order] = talk.moves if able else self._planner.most_moves
         for held, to in self._planner.plan(requests, generated, moves):
-            talk = self._conversations[held.request_id]
+            talk = self._conversations.busy[held.request_id]
             talk.goes_to, talk.told_to_leave = to, True
             self._leaving[held.request_id] = overdue_at
             self._watch.counts["planned"] += 1

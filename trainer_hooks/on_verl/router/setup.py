@@ -1,6 +1,6 @@
-"""On the driver: put the router and the clients into verl's rollout, and log what they did.
+"""On the driver: put the router and the clients into verl's rollout, and log the router's figures.
 
-verl offers ``rollout.router_config_path`` for a router of one's own, and ``PPOTrainer.get_llm_client`` for a client.
+verl takes a custom router through ``rollout.router_config_path``, and a client from ``PPOTrainer.get_llm_client``.
 """
 
 # verl is not typed; what comes from it is checked before use.
@@ -16,6 +16,7 @@ from typing import Any
 from equipoise.config import EquipoiseConfig
 from equipoise.errors import InvalidConfig, must
 from equipoise.trainer_hooks.on_verl._say import say
+from equipoise.trainer_hooks.on_verl.router.protocol import LET_GO
 
 logger = logging.getLogger("equipoise")
 
@@ -23,7 +24,7 @@ _WITHOUT_CACHES = ("vllm", "sglang", "trtllm")  # verl 0.9.1's own
 
 
 def router_file() -> str:
-    """Path of the file that names the router, for ``rollout.router_config_path``.
+    """Return the path of the file that names the router, for ``rollout.router_config_path``.
 
     >>> router_file().endswith("token_aware.yaml")
     True
@@ -34,11 +35,11 @@ def router_file() -> str:
 
 
 def choose_router(config: Any, settings: EquipoiseConfig) -> None:
-    """Before the trainer is built: let its configuration name the router.
+    """Before the trainer is built: name the router in its configuration.
 
     Raises:
-        InvalidConfig: the configuration names a router already, wants requests routed by their ids, or wants caches to
-            move.
+        InvalidConfig: the configuration names another router, asks for routing by request id, or moves caches between
+            servers that cannot send them.
     """
     if not (settings.enable and settings.rollout.enable):
         return
@@ -58,14 +59,14 @@ def choose_router(config: Any, settings: EquipoiseConfig) -> None:
     name = rollout.get("name", None)
     if settings.rollout.transfer == "kv" and name in _WITHOUT_CACHES:
         key, rule = "equipoise.rollout.transfer", f"be 'recompute' or 'none' with rollout.name={name}"
-        remedy = "use 'recompute': verl's servers neither hand out nor take in the cache of a request"
+        remedy = "use 'recompute': verl's servers can neither send nor receive the cache of a request"
         raise InvalidConfig(must(key, rule, "kv", remedy))
     with open_dict(rollout):
         rollout.router_config_path = own
 
 
 def attach_rollout(trainer: Any, settings: EquipoiseConfig) -> None:
-    """Give ``trainer`` clients that report lengths and move requests, and the figures of its router."""
+    """Give ``trainer`` clients that report lengths and move requests, and add the router's figures to its metrics."""
     if not (settings.enable and settings.rollout.enable):
         return
     hook = RolloutHook(trainer, settings)
@@ -83,7 +84,7 @@ def attach_rollout(trainer: Any, settings: EquipoiseConfig) -> None:
 
 
 class RolloutHook:
-    """The router of one trainer, from the driver.
+    """The driver's side of one trainer's router.
 
     Args:
         trainer: a verl v1 ``PPOTrainer``, constructed.
@@ -96,11 +97,11 @@ class RolloutHook:
         self._router: Any = None
 
     def client(self, given: Any) -> Any:
-        """A client in place of verl's, of the same kind; the router has its settings then."""
+        """Send the router its settings; return a client of the same kind as verl's, to use in its place."""
         import ray
         from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-        from equipoise.trainer_hooks.on_verl.rollout_client import MovingAsyncClient, MovingClient
+        from equipoise.trainer_hooks.on_verl.router.client import MovingAsyncClient, MovingClient
 
         self._router = given._load_balancer
         rollout = self.trainer.config.actor_rollout_ref.rollout
@@ -113,33 +114,34 @@ class RolloutHook:
             client = MovingAsyncClient(given.config, self._router, only_hybrid=given._only_hybrid)
         else:
             logger.warning(
-                "equipoise: %s is not verl's client: it reports no lengths and moves no request; all responses count"
-                " alike in the router",
+                "equipoise: %s is not verl's client: it reports no lengths and moves no requests, so the router counts"
+                " all responses alike",
                 kind.__name__,
             )
             return given
-        say(f"routes requests by expected tokens (transfer={self._transfer()})")
+        self._warn_fixed()
+        say(f"routes requests by expected tokens (transfer={self.settings.rollout.transfer})")
         return client
 
-    def _transfer(self) -> str:
-        """How requests move; said once where their servers cannot let one go."""
+    def _warn_fixed(self) -> None:
+        """Warn of servers that cannot release a single request."""
         transfer = self.settings.rollout.transfer
+        if transfer == "none":
+            return
         managers = [getattr(self.trainer, name, None) for name in ("llm_server_manager", "standalone_server_manager")]
         handles = [handle for manager in managers if manager is not None for handle in manager.server_handles]
-        what = "hand over" if transfer == "kv" else "abort"
-        fixed = [handle for handle in handles if not hasattr(handle, f"{what.replace(' ', '_')}_request")]
-        if transfer != "none" and fixed:
+        fixed = [handle for handle in handles if not hasattr(handle, LET_GO[transfer])]
+        if fixed:
             logger.warning(
-                "equipoise: %d of %d rollout servers (%s) cannot %s a single request: nothing moves away from them",
+                "equipoise: %d of %d rollout servers (%s) have no %s: no request moves away from them",
                 len(fixed),
                 len(handles),
                 self.trainer.config.actor_rollout_ref.rollout.name,
-                what,
+                LET_GO[transfer],
             )
-        return transfer
 
     def metrics(self) -> dict[str, float]:
-        """The router's figures since the last step."""
+        """Return the router's figures since the last step."""
         import ray
 
         return {} if self._router is None else ray.get(self._router.take_metrics.remote())

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 class Watch:
-    """Integrals over time, kept up to date at each change of what runs where.
+    """Integrals over time, updated whenever a request arrives or leaves.
 
-    Time counts only while a request runs anywhere: what a trainer does between two rollouts is not idleness of one.
+    Time counts only while some request runs: between two rollouts no replica is idle.
 
     Args:
-        clock: seconds.
+        clock: returns the time in seconds.
         tier: decode size of a replica with so many requests.
-        share: of the time that each of so many requests is decoded in; below 1 where they take turns.
+        share: share of time in which each of so many requests is decoded; below 1 if they take turns.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Watch:
         self._asked: Counter[str] = Counter()
 
     def advance(self, running: Mapping[str, int], load: Mapping[str, float]) -> None:
-        """Add the time since the last call, in which so many requests and tokens were on each replica."""
+        """Add the time since the last call, during which each replica had so many requests and outstanding tokens."""
         now = self._clock()
         passed, self._last = now - self._last, now
         if passed <= 0 or not any(running.values()):
@@ -52,17 +52,17 @@ class Watch:
                 tiers[self._tier(count)] = tiers.get(self._tier(count), 0.0) + passed * self._share(count)
 
     def asked(self, server: str) -> None:
-        """A request went to this replica."""
+        """Note that a request went to a replica."""
         self._asked[server] += 1
 
     def forget(self, servers: Iterable[str]) -> None:
-        """These replicas are gone."""
+        """Forget replicas that are gone."""
         for server in servers:
             self.request_seconds.pop(server, None)
             self.tier_seconds.pop(server, None)
 
     def take(self, servers: Iterable[str]) -> dict[str, float]:
-        """Figures since the last call; empty when nothing was asked for or ran."""
+        """Return the figures since the last call; empty if no request arrived or ran."""
         asked = [self._asked[server] for server in servers] or [0]
         counts, busy = self.counts, self._busy_s
         if not busy and not any(asked):

@@ -1,4 +1,4 @@
-"""Which requests are where, how much each replica has still to do, and where the next one goes. Pure Python."""
+"""Which requests are where, how much work each replica has left, and where the next request goes. Pure Python."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class Held:
     """A request on a replica.
 
     Attributes:
-        request_id: of the conversation that it is a turn of.
-        server: the replica.
-        prompt: what siblings share.
-        prompt_tokens: that the replica had to read.
-        expected: tokens that it is expected to generate still.
-        since: when it came, in seconds.
-        generated: of its tokens that it had before.
-        server_request_id: what the replica calls it; None where nobody said.
-        request_seconds: of the replica when it came, see ``Watch``.
+        request_id: names the conversation that it is a turn of.
+        server: id of the replica.
+        prompt: name of its prompt, which siblings share.
+        prompt_tokens: tokens that the replica had to prefill.
+        expected: tokens that it is expected to generate from here.
+        since: time of arrival, in seconds.
+        generated: response tokens among ``prompt_tokens``, from earlier stays.
+        server_request_id: the replica's name for it; None if the client gave none.
+        request_seconds: the replica's at arrival, see ``Watch``.
         tier_seconds: likewise.
-        order: of arrival.
+        order: number of arrival.
     """
 
     request_id: str
@@ -39,12 +39,12 @@ class Held:
 
     @property
     def outstanding(self) -> float:
-        """Tokens to read and expected to generate."""
+        """Tokens to prefill and expected to be generated."""
         return self.prompt_tokens + self.expected
 
 
 class Ledger:
-    """Requests by replica. A request is there from :meth:`hold` to :meth:`drop`, and no longer than its replica."""
+    """Requests by replica: each from :meth:`hold` to :meth:`drop`, or until its replica is removed."""
 
     def __init__(self, servers: Iterable[str] = ()) -> None:
         self.running: dict[str, int] = {}
@@ -54,13 +54,13 @@ class Ledger:
         self.add_servers(servers)
 
     def add_servers(self, servers: Iterable[str]) -> None:
-        """New replicas; those that are known keep their requests."""
+        """Add replicas; those already known keep their requests."""
         for server in servers:
             self.running.setdefault(server, 0)
             self.load.setdefault(server, 0.0)
 
     def remove_servers(self, servers: Iterable[str]) -> list[Held]:
-        """Replicas that are gone or failed, and the requests that went with them."""
+        """Remove replicas that are gone or failed; return the requests that went with them."""
         gone = {server for server in servers if server in self.running}
         lost = [held for held in self.everything() if held.server in gone]
         for held in lost:
@@ -70,23 +70,23 @@ class Ledger:
         return lost
 
     def everything(self) -> list[Held]:
-        """All requests, in the order in which they came."""
+        """Return all requests, in order of arrival."""
         return sorted((held for each in self._held.values() for held in each), key=lambda held: held.order)
 
     def of(self, request_id: str) -> list[Held]:
-        """Requests of one conversation."""
+        """Return the requests of one conversation."""
         return self._held.get(request_id, [])
 
     def choose(self, prompt: Hashable, prompt_tokens: int, expected: float, *, home: str | None) -> str:
-        """Replica for a request: the least outstanding tokens, siblings apart, at home while it pays.
+        """Choose a replica: few outstanding tokens, few siblings; later turns stay where their prefix is cached.
 
-        At home the prompt need not be read again: a turn stays unless another replica has fewer outstanding tokens by
-        more than its prompt. Others go to the replica with the fewest siblings, among those whose outstanding tokens
-        exceed the least by no more than half of what the request is expected to generate: lengths of siblings are
-        alike, so that together they would crowd their replica to the end.
+        ``home`` has the prompt's prefix in its cache: a turn stays there unless another replica has fewer outstanding
+        tokens by more than its prompt. Any other request goes to the replica with the fewest siblings, among those
+        whose outstanding tokens exceed the least by no more than half of what it is expected to generate. Siblings are
+        about equally long, so together they would crowd one replica until the end.
 
         Raises:
-            RuntimeError: there is no replica; verl's clients look for these words.
+            RuntimeError: there is no replica; verl's clients look for this text.
         """
         if not self.running:
             raise RuntimeError("No available servers in load balancer")
@@ -100,7 +100,7 @@ class Ledger:
         )
 
     def hold(self, held: Held) -> None:
-        """The request is on its replica now."""
+        """Note that a request is on its replica."""
         self._held.setdefault(held.request_id, []).append(held)
         self.running[held.server] += 1
         self.load[held.server] += held.outstanding
@@ -108,7 +108,7 @@ class Ledger:
         self._siblings[key] = self._siblings.get(key, 0) + 1
 
     def drop(self, request_id: str, server: str) -> Held | None:
-        """The request has left its replica; None if it was not there."""
+        """Note that a request has left its replica, and return it; None if it was not there."""
         for held in self.of(request_id):
             if held.server == server:
                 self._take(held)
@@ -116,14 +116,14 @@ class Ledger:
         return None
 
     def drop_any(self, server: str) -> Held | None:
-        """A request without a name has left: the one that came first."""
-        first = min((h for each in self._held.values() for h in each if h.server == server), default=None, key=_order)
+        """Note that some request has left a replica, and return it: the first to arrive, since nobody said which."""
+        first = next((held for held in self.everything() if held.server == server), None)
         if first is not None:
             self._take(first)
         return first
 
     def expect(self, held: Held, expected: float) -> None:
-        """Correct what a request is expected to generate."""
+        """Update what a request is expected to generate."""
         self.load[held.server] += expected - held.expected
         held.expected = expected
 
@@ -133,13 +133,9 @@ class Ledger:
         if not mates:
             del self._held[held.request_id]
         self.running[held.server] -= 1
-        # to the last bit, so that an empty replica has nothing outstanding
+        # an empty replica has exactly nothing outstanding; differences of floats would leave a rest
         self.load[held.server] = self.load[held.server] - held.outstanding if self.running[held.server] else 0.0
         key = held.server, held.prompt
         self._siblings[key] -= 1
         if not self._siblings[key]:
             del self._siblings[key]
-
-
-def _order(held: Held) -> int:
-    return held.order

@@ -1,4 +1,4 @@
-"""Expected lengths of responses, as a router needs them: also before anything has finished."""
+"""Expected lengths of responses, also before any response has finished."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate
 
+from cachetools import LRUCache
+
 from equipoise.rollout.policy.lengths import LengthModel
 
-_RECENT = 512  # responses of the run that are remembered
-_OF_PROMPT = 16  # and of one prompt
-_SHARE_OF_LIMIT = 4  # long-tailed responses have a mean of about a quarter of their limit
+_RECENT = 512  # last responses of the run, over all prompts
+_OF_PROMPT = 16  # last responses of one prompt
+_SHARE_OF_LIMIT = 4  # long-tailed lengths have a mean of about a quarter of their limit
 
 
 class ExpectedLengths:
-    """Of responses that have not started, and of those that run.
+    """Expected lengths of responses that have not started, and of the rest of those that run.
 
-    Before it starts, a response is expected as :class:`~equipoise.rollout.policy.lengths.LengthModel` says, if its
-    prompt was answered before; else to be as long as the run's last responses, and before the first of these a
-    quarter of the limit. While it runs, what it has still to go is the mean of what longer responses had to go from
-    there: those of its prompt, or, if there are none, of the run; a router compares requests that were alike when
-    they came, and for that a mean that forgets how far they are is not enough.
+    For a response that has not started, the expectation is that of
+    :class:`~equipoise.rollout.policy.lengths.LengthModel` if its prompt was answered before, else the mean of the run's
+    last responses, and before any has finished a quarter of the limit. For a response that runs, it is the mean of what
+    longer responses had left at its present length: those of its prompt, or, if there are none, of the run. The model's
+    own expectation does not depend on how far a response is, and a router compares requests that started alike.
 
     Args:
-        limit: tokens of a response at most.
+        limit: most tokens of a response.
+        max_prompts: most prompts that are remembered; the least recently used one is forgotten first.
 
-    >>> lengths = ExpectedLengths(limit=400)
+    >>> lengths = ExpectedLengths(limit=400, max_prompts=1000)
     >>> lengths.of_new("a")
     100.0
     >>> lengths.finish("b", 40)
@@ -34,21 +37,21 @@ class ExpectedLengths:
     40.0
     """
 
-    def __init__(self, *, limit: int) -> None:
+    def __init__(self, *, limit: int, max_prompts: int) -> None:
         self.limit = limit
         self._model = LengthModel()
         self._recent: deque[int] = deque(maxlen=_RECENT)
         self._sum = 0
-        self._known: dict[Hashable, deque[int]] = {}
-        self._new: dict[Hashable, float] = {}
+        self._known: LRUCache[Hashable, deque[int]] = LRUCache(max_prompts)
+        self._new: LRUCache[Hashable, float] = LRUCache(max_prompts)
 
     @property
     def mean(self) -> float:
-        """Of the run's last responses."""
+        """Mean length of the run's last responses."""
         return self._sum / len(self._recent) if self._recent else max(1.0, self.limit / _SHARE_OF_LIMIT)
 
     def finish(self, prompt: Hashable, length: int) -> None:
-        """Take note of a response that is done."""
+        """Note the length of a finished response."""
         self._model.finish(prompt, length)
         self._known.setdefault(prompt, deque(maxlen=_OF_PROMPT)).append(length)
         self._new.pop(prompt, None)
@@ -58,12 +61,12 @@ class ExpectedLengths:
         self._sum += length
 
     def next_rollout(self) -> None:
-        """Start a new rollout: what finished becomes history."""
+        """Start a new rollout: what has finished becomes history."""
         self._model.next_rollout()
         self._new.clear()
 
     def of_new(self, prompt: Hashable) -> float:
-        """Expected tokens of a response that has not started."""
+        """Return the expected tokens of a response that has not started."""
         if prompt not in self._known:
             return min(self.mean, float(self.limit))
         if prompt not in self._new:
@@ -71,7 +74,7 @@ class ExpectedLengths:
         return self._new[prompt]
 
     def remaining(self, prompts: Sequence[Hashable], generated: Sequence[int]) -> list[float]:
-        """Expected tokens that the running requests have still to go, each at least 1."""
+        """Return the expected remaining tokens of running requests, each at least 1."""
         recent = sorted(self._recent)
         totals = [0, *accumulate(recent)]
         expected: list[float] = []
@@ -80,7 +83,7 @@ class ExpectedLengths:
             if left is None:
                 at = bisect_right(recent, done)
                 longer = len(recent) - at
-                # of a response that is longer than any so far: half of what it has, the least that a long tail gives
+                # longer than any so far: half of what it has, the least that a long-tailed distribution gives
                 left = (totals[-1] - totals[at]) / longer - done if longer else max(self.mean, done / 2)
             expected.append(max(1.0, min(left, float(self.limit - done))))
         return expected

@@ -1,10 +1,10 @@
 """verl's clients of its rollout servers, which also report lengths and carry on with requests that move.
 
 verl 0.9.1 (verl/workers/rollout/llm_server.py) tells its router that a request has left a server, but not how long the
-response was, and its synchronous client hands an aborted request back as if it were done. A move is verl's own
+response was, and its synchronous client returns an aborted response as if it were complete. A move is verl's own
 abort-and-continue for a single request: the router has the server abort it, the client asks again with what was
-generated so far, and the router sends it elsewhere. The receiver prefills, unless the replica sent the cache there
-before it handed the request back: those of a CPU run do where ``equipoise.rollout.transfer`` is "kv".
+generated so far, and the router sends it elsewhere. The receiver prefills, unless the server sent the cache there
+before it returned the request (``equipoise.rollout.transfer=kv``, and a server with ``hand_over_request``).
 """
 
 # verl is not typed; what comes from it is checked before use.
@@ -21,14 +21,14 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from equipoise.trainer_hooks.verl_on_cpu.patches import GENERATED_KEY, KV_BYTES_KEY, STREAM_KEY
+from equipoise.trainer_hooks.on_verl.router.protocol import GENERATED_KEY, KV_BYTES_KEY
 
 _ABORTED = ("aborted", "abort")
 _LIMITS = ("max_tokens", "max_new_tokens")
 
 
 class MovingClient(LLMServerClient):
-    """Reports what comes back, and asks again elsewhere for what was moved."""
+    """Reports what a server returned, and asks again for the rest of a response that moves."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,44 +49,49 @@ class MovingClient(LLMServerClient):
     async def generate(
         self, request_id: str, *, prompt_ids: Any, sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        """Generate tokens from prompt ids, on one server after the other if the request moves."""
+        """Generate tokens from prompt ids, on one server after another if the request moves."""
         prompt: list[int] = normalize_token_ids(prompt_ids)
-        so_far: TokenOutput | None = None
+        params, so_far = sampling_params, None
         self._open()
         try:
             while True:
-                given = [] if so_far is None else so_far.token_ids
-                params = sampling_params if so_far is None else self._rest(sampling_params, prompt, len(given))
-                output = await super().generate(request_id, prompt_ids=prompt + given, sampling_params=params, **kwargs)
+                tokens = prompt if so_far is None else prompt + so_far.token_ids
+                output = await super().generate(request_id, prompt_ids=tokens, sampling_params=params, **kwargs)
                 kv_bytes = output.extra_fields.pop(KV_BYTES_KEY, 0)
                 so_far = output if so_far is None else joined(so_far, output)
-                aborted = output.stop_reason in _ABORTED
+                rest = None
+                if output.stop_reason in _ABORTED:
+                    rest = self._rest(sampling_params, len(prompt), len(so_far.token_ids))
+                    if rest is None:
+                        so_far.stop_reason = "completed"
                 moves = await self._load_balancer.report.remote(
-                    request_id, len(output.token_ids), aborted=aborted, kv_bytes=kv_bytes
+                    request_id, len(output.token_ids), aborted=rest is not None, kv_bytes=kv_bytes
                 )
-                if not (aborted and moves):
+                if rest is None or not moves:
                     return so_far
+                params = rest
         finally:
             self._num_open -= 1
 
-    def _rest(self, sampling_params: dict[str, Any], prompt: list[int], generated: int) -> dict[str, Any]:
-        """Sampling parameters of a request that has generated so many tokens elsewhere.
+    def _rest(self, sampling_params: dict[str, Any], prompt_tokens: int, generated: int) -> dict[str, Any] | None:
+        """Sampling parameters for the rest of a response; None if it is as long as it may get.
 
-        Without a limit the server would give the prompt, which has grown, a whole response again: the limit is the one
-        that verl's vLLM server gives by default (vllm_async_server.py:609), less what there is.
+        Where the caller sets no limit, it is that of verl's vLLM server (vllm_async_server.py:609). Left to itself, the
+        next server would take the tokens so far for a longer prompt, and allow a whole response on top.
         """
-        rollout = self.config.actor_rollout_ref.rollout
-        params = dict(sampling_params)
-        key = next((name for name in _LIMITS if name in params), None)
+        key = next((name for name in _LIMITS if name in sampling_params), None)
         if key is None:
-            key, whole = _LIMITS[0], int(rollout.response_length)
-            whole = min(whole, int(rollout.prompt_length) + whole - len(prompt))
+            rollout = self.config.actor_rollout_ref.rollout
+            key, limit = _LIMITS[0], int(rollout.response_length)
+            limit = min(limit, int(rollout.prompt_length) + limit - prompt_tokens)
         else:
-            whole = int(params[key])
-        params[key] = max(1, whole - generated)
-        if STREAM_KEY in params:  # the server of a CPU run goes on with the random numbers of the whole response
-            params[GENERATED_KEY] = generated
-        return params
+            limit = int(sampling_params[key])
+        if generated >= max(limit, 1):
+            return None
+        rest = {**sampling_params, key: limit - generated}
+        if GENERATED_KEY in rest:
+            rest[GENERATED_KEY] += generated
+        return rest
 
     def _open(self) -> None:
         self._num_open += 1
@@ -94,7 +99,7 @@ class MovingClient(LLMServerClient):
             self._checks = asyncio.create_task(self._check())
 
     async def _check(self) -> None:
-        """Ask the router to look for moves as long as requests are open; it says when next."""
+        """Have the router look for moves while requests are open; it says when next."""
         while self._num_open:
             wait_s = await self._load_balancer.check.remote()
             if wait_s is None:
@@ -104,11 +109,11 @@ class MovingClient(LLMServerClient):
 
 
 class MovingAsyncClient(FullyAsyncLLMServerClient, MovingClient):
-    """The same below verl's client for partial rollouts, which goes on with requests that the trainer has aborted."""
+    """The same beneath verl's client for partial rollouts, which continues requests that the trainer has aborted."""
 
 
 def joined(first: TokenOutput, second: TokenOutput) -> TokenOutput:
-    """One response of two parts that were generated one after the other."""
+    """One response from two parts, generated one after the other."""
     fields = {**first.extra_fields, **second.extra_fields}
     for name in ("min_global_steps", "num_cached_tokens"):
         if name in first.extra_fields:

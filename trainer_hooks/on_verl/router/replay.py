@@ -1,4 +1,4 @@
-"""How long a rollout would have taken without moves, told from the lengths that it turned out to have."""
+"""How long a rollout would have taken without moves, from the lengths that its responses turned out to have."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 
 from equipoise._arrays import FloatArray
 
-_STAYS = 4096  # that the measured times span
-_PULL = 1e-3  # towards the mean rate, relative to the time in the mean tier; says the rate of a tier hardly seen
-_SLOWEST = 20.0  # times the mean step
+_STAYS = 4096  # last stays that the step times are fitted to
+_PULL = 1e-3  # weight of the ridge that pulls a tier's rate to the mean; it decides for tiers that were hardly seen
+_SLOWEST = 20.0  # longest step of a tier, in mean steps
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -21,9 +21,9 @@ class Stay:
     """A request on a replica.
 
     Attributes:
-        since: when it came, in seconds.
-        server: the replica.
-        tokens: generated there.
+        since: time of arrival, in seconds.
+        server: id of the replica.
+        tokens: tokens generated there.
     """
 
     since: float
@@ -32,11 +32,13 @@ class Stay:
 
 
 def makespan_s(stays: Iterable[Stay], step_s: Callable[[int], float]) -> float:
-    """Seconds from the first arrival until the last replica is done, if all on a replica decode one token a step.
+    """Return the seconds from the first arrival until the last replica has finished.
+
+    All requests on a replica decode one token a step.
 
     Args:
-        stays: in any order; 0 if there are none.
-        step_s: seconds of a token for each of so many requests, those that wait for a slot included.
+        stays: in any order; without any the result is 0.
+        step_s: seconds that each of so many requests takes per token, counting those that wait for a slot.
 
     >>> both = [Stay(since=0.0, server="a", tokens=10), Stay(since=0.0, server="a", tokens=20)]
     >>> makespan_s(both, lambda count: float(count))  # 10 steps of two, 10 of one
@@ -52,7 +54,7 @@ def makespan_s(stays: Iterable[Stay], step_s: Callable[[int], float]) -> float:
 
 
 def _done_at(stays: list[Stay], step_s: Callable[[int], float]) -> float:
-    now, decoded = stays[0].since, 0.0  # tokens that a request has that was there all the time
+    now, decoded = stays[0].since, 0.0  # tokens of a request that was there from the start
     ends: list[float] = []
 
     def advance(until: float) -> None:
@@ -74,30 +76,30 @@ def _done_at(stays: list[Stay], step_s: Callable[[int], float]) -> float:
 
 
 class Replay:
-    """Collects what a rollout did, and what it would have been without moves: each response where it started."""
+    """Collects the stays of a rollout, and what they would have been without moves: each response where it started."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget everything."""
         self._stays: list[Stay] = []
         self._unmoved: list[Stay] = []
         self._last = 0.0
 
     def ended(self, stays: Sequence[Stay], *, at: float) -> None:
-        """A response has ended; where it was, one replica after the other, and when the last let it go."""
+        """Note the stays of a response that has ended, in order, and when it left the last replica."""
         if stays:
             self._stays += stays
             self._unmoved.append(replace(stays[0], tokens=sum(stay.tokens for stay in stays)))
             self._last = max(self._last, at)
 
     def saved_s(self, step_s: Callable[[int], float]) -> float:
-        """Seconds that the moves saved; below 0 where they cost time.
+        """Return the seconds that the moves saved; below 0 if they cost time.
 
-        The rollout is replayed as it was and as it would have been, with measured step times. The ratio of the two,
-        times the seconds that it really took, is what it would have taken: so prefills and pauses count for both, and
-        without moves nothing is saved. Requests come when they came.
+        The rollout is replayed twice with measured step times, as it was and without moves. The ratio of the two times
+        the seconds it really took is what it would have taken without: prefills and pauses count for both, and without
+        moves nothing is saved. Arrival times are left as they were.
         """
         replayed_s = makespan_s(self._stays, step_s)
         if replayed_s <= 0:
@@ -107,27 +109,27 @@ class Replay:
 
 
 class StepTimes:
-    """Seconds between two tokens of a request by the decode size of its replica, from what stays took.
+    """Seconds between two tokens of a request by the decode size of its replica, fitted to stays.
 
-    A stay decodes as many tokens as its seconds in each tier times the rate of that tier, which are then a linear
-    least-squares problem over all stays.
+    The tokens of a stay are the sum over tiers of its seconds in the tier times the tier's rate: a linear least-squares
+    problem over all stays.
     """
 
     def __init__(self) -> None:
         self._stays: deque[tuple[int, Mapping[int, float]]] = deque(maxlen=_STAYS)
 
     def measured(self, *, tokens: int, tier_seconds: Mapping[int, float]) -> None:
-        """Take note of a stay.
+        """Note a stay.
 
         Args:
-            tokens: decoded.
-            tier_seconds: that the replica spent on each request in each tier meanwhile.
+            tokens: tokens decoded.
+            tier_seconds: seconds that the replica spent in each tier meanwhile, per request.
         """
         if tokens > 0 and any(tier_seconds.values()):
             self._stays.append((tokens, tier_seconds))
 
     def fit(self) -> Mapping[int, float]:
-        """Seconds of a token by tier, those of a tier never seen being the mean."""
+        """Return the seconds of a token by tier; for a tier never seen, the mean."""
         tiers = sorted({tier for _, seconds in self._stays for tier in seconds})
         if not tiers:
             return defaultdict(lambda: 1.0)

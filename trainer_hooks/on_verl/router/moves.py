@@ -1,4 +1,4 @@
-"""Which unfinished requests leave a crowded replica for an idle one, and what a decode step takes there."""
+"""Which unfinished requests move from a crowded replica to an idle one, and how long a decode step takes there."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from equipoise.config import RolloutConfig
 from equipoise.rollout.policy.moves import VICTIMS, plan_rebalance
 from equipoise.rollout.policy.requests import Move, Request
 from equipoise.rollout.policy.step_time import StepTime
-from equipoise.trainer_hooks.on_verl.router_ledger import Held
+from equipoise.trainer_hooks.on_verl.router.ledger import Held
 
-_ENOUGH = 3  # measured requests of a tier
-_SAMPLES = 256  # requests that the measured times span
-_HYSTERESIS = 0.1  # share of the time to the end that a plan must save: lengths are not known better
+_ENOUGH = 3  # measured requests that make the time of a tier known
+_SAMPLES = 256  # last requests whose times are kept
+_HYSTERESIS = 0.1  # share of the remaining time that a plan must save: expected lengths are no more precise
 
 
 class MovePlanner:
     """Plans with :func:`equipoise.rollout.policy.moves.plan_rebalance`, from what a router sees.
 
-    A router sees requests come and go, not decode steps. The seconds of a step are those between two tokens of a
-    request; the tier that they belong to is that of the mean number of requests beside it.
+    A router sees requests arrive and leave, not decode steps. A request's seconds per token stand for the time of a
+    step, in the tier of the mean number of requests beside it.
 
-    Replicas do not decode in step: what counts is when the last of them is done. With ``profile`` and ``multi_graph``
-    a plan is carried out where that is predicted to be earlier by a tenth, ``min_gain``, and the seconds that a move
-    keeps a request off all replicas; without, wherever the fullest replica then fits a smaller tier.
+    Replicas do not decode in lockstep, so the aim is that the last of them finishes early. With ``profile`` and
+    ``multi_graph`` a plan is carried out if it is predicted to save more than a tenth of the remaining time, plus
+    ``min_gain``, plus the time that a moving request spends on no replica; without, whenever the fullest replica then
+    fits a smaller tier.
 
     Args:
         config: tiers, and what a move must gain.
-        slots: requests that a replica decodes at once; those that came later wait.
+        slots: requests that a replica decodes at once; later ones wait.
     """
 
     most_moves = 2
-    """Of a turn: each costs a prefill."""
+    """Moves of a request in one turn: each costs a prefill."""
 
     def __init__(self, config: RolloutConfig, *, slots: int) -> None:
         self.config = config
@@ -44,30 +45,30 @@ class MovePlanner:
         self.predicted_s = 0.0
 
     def tier(self, num_requests: int) -> int:
-        """Decode size of a replica that has so many requests."""
+        """Return the decode size of a replica with so many requests."""
         return min((tier for tier in self.config.tiers if tier >= num_requests), default=self.config.tiers[0])
 
     def measured(self, *, tokens: int, seconds: float, beside: float) -> None:
-        """Take note of a stay: tokens decoded, seconds on the replica, mean number of requests there."""
+        """Note a stay: tokens decoded, seconds on the replica, mean number of requests there."""
         if tokens > 0 and seconds > 0:
             self._seen += 1
             if (self._seen - 1) % self.config.profile_interval == 0:
                 self._samples.append((self.tier(max(1, round(beside))), seconds / tokens))
 
     def gap(self, seconds: float) -> None:
-        """Take note of how long a request that moved was on no replica."""
+        """Note how long a moving request was on no replica."""
         self._gaps.append(seconds)
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a decode step; None until a request has finished."""
+        """Median seconds of a decode step; None until a request has finished."""
         return median(seconds for _, seconds in self._samples) if self._samples else None
 
     def step_time(self, counts: Sequence[int]) -> StepTime:
-        """Seconds of a step by tier.
+        """Return the seconds of a step by tier.
 
-        Until the tier of the fullest replica and the least in reach were measured, the largest tier is taken to cost
-        twice as much as an empty one.
+        Until both the fullest replica's tier and that of an even spread have been measured, a step in the largest tier
+        is assumed to take twice as long as an empty one.
         """
         number = Counter(tier for tier, _ in self._samples)
         mean = -(-sum(counts) // len(counts))
@@ -80,13 +81,13 @@ class MovePlanner:
         return StepTime.fit([tier for tier, _ in kept], [0] * len(kept), [seconds for _, seconds in kept])
 
     def share(self, count: int) -> float:
-        """Of the time that each of so many requests is decoded in: beyond the slots they take turns."""
+        """Return the share of time in which each of so many requests is decoded: beyond the slots they take turns."""
         return min(1.0, self.slots / count)
 
     def drain_s(self, expected: Sequence[float], step_time: StepTime) -> float:
-        """Predicted seconds until a replica with these requests is empty, if nothing more comes.
+        """Predict the seconds until a replica with these requests is empty, if no more arrive.
 
-        Between two ends all that are left decode one token a step; beyond the slots they take turns.
+        Until the next one finishes, all that are left decode one token a step; beyond the slots they take turns.
         """
         seconds, before = 0.0, 0.0
         for done, left in enumerate(sorted(expected)):
@@ -98,15 +99,15 @@ class MovePlanner:
     def plan(
         self, requests: Mapping[str, Sequence[Held]], generated: Mapping[int, int], moves: Mapping[int, int]
     ) -> list[tuple[Held, str]]:
-        """Moves between replicas.
+        """Plan moves between replicas.
 
         Args:
-            requests: of each replica, in the order in which they came.
-            generated: tokens that a request is thought to have generated, by its ``order``.
-            moves: how often a request has moved, by its ``order``.
+            requests: the requests of each replica, in order of arrival.
+            generated: estimated tokens that each request has generated, by its ``order``.
+            moves: how often each request has moved in this turn, by its ``order``.
 
         Returns:
-            Pairs of request and replica that it goes to.
+            Pairs of a request and the replica that it goes to.
         """
         counts = [len(held) for held in requests.values()]
         if len(counts) < 2 or max(counts) <= min(self.config.tiers[-1], self.slots):
@@ -150,14 +151,14 @@ class MovePlanner:
     def _last_done_s(
         self, requests: Mapping[str, Sequence[Held]], plan: Sequence[tuple[Held, str]], model: StepTime
     ) -> float:
-        """Predicted seconds until the last replica is done; reading the moved tokens again is not in it."""
+        """Predicted seconds until the last replica has finished; the prefill of moved requests is left out."""
         left = {server: {each.order: each.expected for each in held} for server, held in requests.items()}
         for held, to in plan:
             left[to][held.order] = left[held.server].pop(held.order)
         return max(self.drain_s(list(each.values()), model) for each in left.values())
 
     def _ranked(self, held: Sequence[Held], generated: Mapping[int, int]) -> list[Request]:
-        # of what a request had generated when it came, its prompt tells
+        # the prompt includes what a request had generated when it arrived
         tokens = [each.prompt_tokens + generated[each.order] - each.generated for each in held]
         return [
             Request(
