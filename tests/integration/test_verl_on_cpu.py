@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,10 @@ from tests.integration.verl_rig import run_verl, tiny_overrides
 pytestmark = pytest.mark.slow
 
 
-def test_a_server_error_ends_the_run_in_words(tmp_path: Path) -> None:
+def test_a_server_error_ends_the_run_with_its_text(tmp_path: Path) -> None:
     run = run_verl([*tiny_overrides(steps=1), "actor_rollout_ref.rollout.top_p=2"], dp=1, timeout_s=280, cwd=tmp_path)
     assert run.returncode == 1
-    assert "top_p must be above 0 and at most 1, got 2; mend the sampling of the request" in run.log.read_text()
+    assert re.search(r"InvalidInput: top_p .*got 2\b", run.log.read_text())
 
 
 def _in_verl(code: str, **env: str) -> str:
@@ -53,10 +54,8 @@ except ValueError as error:
 """
     lines = _in_verl(code).splitlines()[-4:]
     assert lines[:2] == ["cpu cpu", "FSDPEngineWithValueHead HFCPUAdapter"]
-    assert lines[2] == (
-        "rollout.tensor_model_parallel_size must be 1, got 2; hf_cpu keeps a whole model in each server"
-    )
-    assert lines[3].startswith("No engine registered for device='cpu'")
+    assert re.match(r"rollout.tensor_model_parallel_size .*got 2", lines[2])
+    assert lines[3].startswith("No engine registered for device='cpu'")  # verl's text
 
 
 def test_a_batch_is_in_data_order_however_it_finished() -> None:

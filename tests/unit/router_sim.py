@@ -33,6 +33,11 @@ class Replica:
     def step_s(self) -> float:
         return BASE_S + PER_REQUEST_S * len(self.left)
 
+    def decode(self, seconds: float) -> None:
+        steps = seconds / self.step_s
+        for name in self.left:
+            self.left[name] -= steps
+
     @property
     def abort_request(self) -> Replica:
         return self
@@ -115,9 +120,7 @@ def rollout(
             wait = min(wait, max(check, 1e-3))
         clock.now += wait
         for replica in replicas.values():
-            step_s = replica.step_s
-            for name in replica.left:
-                replica.left[name] -= wait / step_s
+            replica.decode(wait)
         for key, server in list(where.items()):
             name = f"{key[0]}.{key[1]}"
             if replicas[server].left[name] <= 1e-6:

@@ -13,13 +13,13 @@ from equipoise.trainer_hooks._imports import when_imported
 
 
 def is_asked_for() -> bool:
-    """Whether the environment names the platform ``cpu``, read the way verl reads it."""
+    """Return whether the environment names the platform ``cpu``, read as verl reads it."""
     return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 
 def _attach(platforms: ModuleType) -> None:
     if platforms.PlatformRegistry.get("cpu") is not None:
-        return  # another plugin brings the platform, and with it its own shims
+        return  # another plugin brings the platform and its own shims
     from equipoise.trainer_hooks.verl_on_cpu import patches, platform
 
     platforms.PlatformRegistry.register(platform="cpu")(platform.CPUPlatform)

@@ -1,10 +1,10 @@
 r"""Attention over packed rows on a CPU, at the cost of the rows alone.
 
 Rows of lengths :math:`L_1, \dots, L_k` packed into one sequence cost :math:`\sum_i L_i^2` scores here. The ``sdpa`` of
-transformers gets the same numbers from a dense mask of :math:`(\sum_i L_i)^2`.
+transformers computes the same with a dense mask of :math:`(\sum_i L_i)^2` scores.
 
-Use it by name: ``+actor_rollout_ref.model.override_config.attn_implementation=equipoise_varlen_cpu`` and, for a critic,
-``+critic.model.override_config.attn_implementation=equipoise_varlen_cpu``. The reference model reads the actor's.
+Select it with ``+actor_rollout_ref.model.override_config.attn_implementation=equipoise_varlen_cpu`` and, for a critic,
+``+critic.model.override_config.attn_implementation=equipoise_varlen_cpu``. The reference model uses the actor's.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -27,13 +27,13 @@ NAME = "equipoise_varlen_cpu"
 
 
 def register() -> None:
-    """Make the function known to transformers under :data:`NAME`; a second call changes nothing."""
+    """Register the function with transformers under :data:`NAME`; a second call changes nothing."""
     AttentionInterface.register(NAME, varlen_attention)
     AttentionMaskInterface.register(NAME, varlen_mask)
 
 
 def row_lengths(position_ids: torch.Tensor) -> list[int]:
-    """Lengths of the rows packed into one sequence: a row starts where a position does not follow the one before.
+    """Return the lengths of the rows packed into one sequence: a row starts where positions do not go on by one.
 
     Args:
         position_ids: ``(num_tokens,)`` integers.
@@ -47,7 +47,7 @@ def row_lengths(position_ids: torch.Tensor) -> list[int]:
 
 
 def varlen_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """No mask where causal order and row boundaries say it all; else the dense one of ``sdpa``.
+    """Return None if causal order and row boundaries suffice, else the dense mask of ``sdpa``.
 
     Padding, a cache that already holds tokens, a sliding window and a mask of the caller's own need the dense one.
     """

@@ -1,4 +1,4 @@
-"""The environment and the settings with which verl trains on CPUs; the model, the data and the algorithm are yours."""
+"""The environment and the settings with which verl trains on CPUs; model, data and algorithm are up to you."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOT_INHERITED = (
 
 
 def cpu_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment of a CPU job: ``base`` (of this process if None), with what a CPU needs set where it is unset."""
+    """Return the environment of a CPU job: ``base`` (None: this process's), plus what a CPU needs where it is unset."""
     given = {
         name: value for name, value in (os.environ if base is None else base).items() if name not in _NOT_INHERITED
     }
@@ -33,7 +33,7 @@ def cpu_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def cpu_overrides(num_ranks: int, *, attention: str = "equipoise_varlen_cpu", critic: bool = False) -> list[str]:
-    """Hydra overrides for ``python -m verl.trainer.main_ppo`` on ``num_ranks`` CPU processes.
+    """Return Hydra overrides for ``python -m verl.trainer.main_ppo`` on ``num_ranks`` CPU processes.
 
     Args:
         num_ranks: data-parallel ranks, each a training process and a rollout server.
@@ -68,7 +68,7 @@ def cpu_overrides(num_ranks: int, *, attention: str = "equipoise_varlen_cpu", cr
         "trainer.device=cpu",
         "trainer.nnodes=1",
         f"trainer.n_gpus_per_node={num_ranks}",
-        # Ray counts an actor as one CPU, whatever it does; too few would make verl wait for ever.
+        # Ray reserves one CPU for every actor, whatever it does; with too few verl would wait for ever.
         f"ray_kwargs.ray_init.num_cpus={24 + 4 * num_ranks}",
         f"++ray_kwargs.ray_init.num_gpus={num_ranks}",
         "++ray_kwargs.ray_init.include_dashboard=False",

@@ -1,8 +1,8 @@
 """Every place where verl 0.9.1 assumes an accelerator, and what this room puts there instead.
 
-Each shim runs right after the verl module that it is about has been imported, and only on the platform ``cpu`` of this
-room. They last as long as the process: a process of a CPU job has no other use for verl. A shim that does not find what
-it replaces raises :class:`~equipoise.errors.PatchMismatch` to whoever imports that module.
+Each shim runs right after the verl module it changes has been imported, and only on the platform ``cpu`` of this room.
+They are never undone: a process of a CPU job has no other use for verl. A shim that does not find what it replaces
+raises :class:`~equipoise.errors.PatchMismatch` out of the import of that module.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -27,7 +27,7 @@ _ROOM = __package__
 
 
 def attach() -> None:
-    """Arrange that each shim runs when its module is imported."""
+    """Have each shim run when its module is imported."""
     for name, shim in _SHIMS.items():
         when_imported(name, shim)
 
@@ -44,9 +44,9 @@ def _found(owner: Any, name: str) -> Any:
 
 
 def _process_group(module: ModuleType) -> None:
-    """verl/utils/distributed.py:89 asks for ``cpu:gloo,{device}:{backend}``; torch refuses the device ``cpu`` twice.
+    """verl/utils/distributed.py:89 asks for ``cpu:gloo,{device}:{backend}``; torch refuses to see ``cpu`` twice.
 
-    Can go when verl leaves the second half out for the device ``cpu``.
+    Can go when verl omits the second half on ``cpu``.
     """
     build = _found(module, "initialize_global_process_group_ray")
     module.initialize_global_process_group_ray = functools.partial(build, backend="cpu:gloo")  # type: ignore[attr-defined]
@@ -55,8 +55,8 @@ def _process_group(module: ModuleType) -> None:
 def _engines(module: ModuleType) -> None:
     """verl/workers/engine/fsdp/transformer_impl.py:1143,1594 register FSDP for ``cuda`` and ``npu`` only.
 
-    FSDP2 alone is put under ``cpu``: torch's first FSDP cannot broadcast CPU parameters, so that its name stays
-    unknown and verl says so. Can go when verl registers ``cpu``.
+    Only FSDP2 is registered for ``cpu``: FSDP1 cannot broadcast CPU parameters, so verl goes on to refuse its name. Can
+    go when verl registers ``cpu``.
     """
     engines = _found(_found(module, "EngineRegistry"), "_engines")
     for model_type in ("language_model", "value_model"):
@@ -79,7 +79,7 @@ def _unpinned_offload(module: ModuleType) -> None:
 
 
 def _value_head(module: ModuleType) -> None:
-    """verl/utils/model.py:641 loads a critic with flash attention, whatever its configuration says.
+    """verl/utils/model.py:641 loads a critic with flash attention even if its configuration says otherwise.
 
     Can go when verl passes ``model_config._attn_implementation`` on.
     """
@@ -102,9 +102,9 @@ def _value_head(module: ModuleType) -> None:
 def _replay_buffer(module: ModuleType) -> None:
     """verl/trainer/ppo/v1/replay_buffer.py:144 polls every 2 s, longer than a step of a tiny model takes.
 
-    Can go when verl's configuration reaches ``poll_interval``. The order of a batch is fixed as well: line 350 lists
-    trajectories as they happened to finish, which differs from run to run; here prompts are in data order and siblings
-    in the order of their session, so that equal samples make an equal batch.
+    Can go when ``poll_interval`` can be configured. This shim also fixes the order of a batch: line 350 lists
+    trajectories in the order in which they finished, which differs between runs; here prompts are in data order and
+    siblings in the order of their sessions, so that equal samples make an equal batch.
     """
     buffer = _found(module, "ReplayBuffer")
     init = _found(buffer, "__init__")
@@ -130,7 +130,7 @@ def _replay_buffer(module: ModuleType) -> None:
 
 
 def _agent_loop(module: ModuleType) -> None:
-    """verl/experimental/agent_loop/agent_loop.py:660 gives a server no name for a sample but a random one.
+    """verl/experimental/agent_loop/agent_loop.py:660 gives a server only a random name for a sample.
 
     The server of this room seeds each sample by (step, row of the data, sibling), so these travel with the sampling
     parameters; so does the number of tokens sampled elsewhere, which the hook's clients keep up to date. Can go when
@@ -158,13 +158,13 @@ def _agent_loop(module: ModuleType) -> None:
 
 
 def _rollout_adapter(module: ModuleType) -> None:
-    """verl/workers/rollout/base.py:88 lists the rollouts of a training worker; it has no call to add one."""
+    """verl/workers/rollout/base.py:88 lists the rollouts of a training worker, without a function to add one."""
     registry: dict[tuple[str, str], str] = _found(module, "_ROLLOUT_REGISTRY")
     registry[ROLLOUT_NAME, "async"] = f"{_ROOM}.rollout.HFCPUAdapter"
 
 
 def _rollout_replica(module: ModuleType) -> None:
-    """verl/workers/rollout/replica.py:312 holds the rollouts of the driver, with a call to add one."""
+    """verl/workers/rollout/replica.py:312 lists the rollouts of the driver."""
 
     def load() -> type:
         from equipoise.trainer_hooks.verl_on_cpu.rollout import HFCPUReplica
@@ -175,7 +175,7 @@ def _rollout_replica(module: ModuleType) -> None:
 
 
 def _attention(_module: ModuleType) -> None:
-    """Register the attention function: a model looks its name up when it is built."""
+    """Register the attention function: models look it up by name when they are built."""
     from equipoise.trainer_hooks.verl_on_cpu.attention import register
 
     register()

@@ -1,4 +1,4 @@
-"""What verl asks a server of the rollout ``hf_cpu`` for, as a request of the decode engine."""
+"""Translates what verl asks of a ``hf_cpu`` server into a request of the decode engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty", "presence_pe
 
 
 def stream_seed(seed: int, prompt: Sequence[int], stream: str) -> int:
-    """Seed of one sample.
+    """Return the seed of one sample.
 
     >>> stream_seed(42, [1, 2], "False/1/0/0") == stream_seed(42, [1, 2], "False/1/0/1")
     False
@@ -28,7 +28,7 @@ def stream_seed(seed: int, prompt: Sequence[int], stream: str) -> int:
 
 
 def skewed_limit(max_new_tokens: int, seed: int, skew: str | None) -> int:
-    """Limit of one sample under ``EQUIPOISE_CPU_LEN_SKEW``.
+    """Return the limit of one sample under ``EQUIPOISE_CPU_LEN_SKEW``.
 
     >>> skewed_limit(64, 1, None), skewed_limit(64, 1, "3") < 64
     (64, True)
@@ -46,10 +46,10 @@ def skewed_limit(max_new_tokens: int, seed: int, skew: str | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What bounds a response.
+    """Limits of a request's length.
 
     Args:
-        response: most tokens of one.
+        response: most tokens of a response.
         total: most tokens of prompt and response together.
     """
 
@@ -67,16 +67,16 @@ def read_request(
     stream: str,
     stop_ids: Collection[int] = (),
 ) -> RequestState:
-    """Request behind verl's sampling parameters; one that would be ignored is an error.
+    """Read verl's sampling parameters as a request; a parameter that would be ignored is an error.
 
     Args:
-        prompt_ids: tokens of the prompt; under ``GENERATED_KEY`` the parameters say how many at its end were sampled
-            elsewhere, and the sample goes on as it would have gone on there.
+        prompt_ids: tokens of the prompt. The parameter ``GENERATED_KEY`` says how many at its end were sampled
+            elsewhere; the sample continues as it would have there.
         sampling_params: as verl's agent loops pass them.
         name: id of the request.
-        seed: of the server.
-        limits: where the parameters have none, and never exceeded.
-        stream: name of the sample where the parameters have none.
+        seed: the server's seed.
+        limits: upper limits, and the defaults if the parameters set none.
+        stream: name of the sample if the parameters have none.
         stop_ids: tokens that end a response.
     """
     params = dict(sampling_params)

@@ -34,7 +34,7 @@ def _refuse_sharding(config: Any) -> None:
 
 
 class HFCPUReplica(RolloutReplica):
-    """The driver's view of a server: starts it, and passes verl's calls on."""
+    """The driver's view of a server: starts it and forwards verl's calls."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -66,7 +66,7 @@ class HFCPUAdapter(BaseRollout):
         return ray.get_actor(server_name(torch.distributed.get_rank()))
 
     async def resume(self, tags: list[str]) -> None:
-        """Serve again once the cache is wanted; the weights never left."""
+        """Serve again once verl resumes the cache; the weights were never released."""
         if "kv_cache" in tags:
             await self._server.wake_up.remote()
 
@@ -82,7 +82,7 @@ class HFCPUAdapter(BaseRollout):
         global_steps: int | None = None,
         **_kwargs: object,
     ) -> None:
-        """Send all weights, in buckets. Each item is a collective, so that all ranks must draw all of them."""
+        """Send all weights, in buckets. Every item is a collective, so every rank must iterate to the end."""
         if wire_format != "named_tensors":
             raise InvalidConfig(
                 must("wire_format", "be 'named_tensors'", wire_format, "use the naive checkpoint engine")

@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a request has got; unfinished where ``state.finish_reason`` is None."""
+    """What a request has generated; it is unfinished if ``state.finish_reason`` is None."""
 
     state: RequestState
     kv_bytes: int = 0
-    """Of its cache, where that was sent to another replica."""
+    """Size of its cache, if that was sent to another replica."""
 
 
 @dataclass(kw_only=True, eq=False)
 class _Asked:
-    """A request and who waits for it."""
+    """A request and the future that its caller waits for."""
 
     state: RequestState
     name: str | None
@@ -45,10 +45,10 @@ class _Asked:
 class DecodeLoop:
     """Takes requests from many tasks of one event loop, and decodes them all together.
 
-    The engine lives in one thread. Between two of its steps, requests are added to it and taken from it.
+    The engine lives in one thread; requests join and leave it between two steps.
 
-    The loop is open unless somebody closed it, and whoever closed it has to reopen it: a server may sleep and be
-    without its weights at once. While it is closed, new requests wait.
+    The loop is closed as long as anybody who closed it has not reopened it: a server may be asleep and without weights
+    at the same time. While it is closed, new requests wait.
 
     Args:
         make_engine: called in the engine's thread.
@@ -75,12 +75,12 @@ class DecodeLoop:
         *,
         with_cache: Callable[[RequestState], RequestState] = lambda state: state,
     ) -> Answer:
-        """Wait for a request's tokens. What the engine raises is raised here.
+        """Wait for a request's tokens, or raise what the engine raises.
 
         Args:
-            state: what to decode; its id is unique over all that were ever submitted.
+            state: what to decode; its id must be unique among all ever submitted.
             name: by which :meth:`abort_one` and :meth:`hand_over` find it.
-            with_cache: adds the cache that came for the request; called in the engine's thread when it is its turn.
+            with_cache: adds the cache that was sent for the request; called in the engine's thread on admission.
         """
         if self._rejecting:
             return Answer(state=state)
@@ -93,7 +93,7 @@ class DecodeLoop:
         return await asked.future
 
     async def close(self, by: str) -> None:
-        """Take no request to the engine any more; return when those that are there have ended."""
+        """Admit no more requests to the engine; return when those that are there have finished."""
         self._closed_by.add(by)
         self._is_open.clear()
         while True:
@@ -103,17 +103,17 @@ class DecodeLoop:
             await asyncio.sleep(0.001)
 
     def reopen(self, by: str) -> None:
-        """Take back :meth:`close`."""
+        """Undo :meth:`close`."""
         self._closed_by.discard(by)
         if not self._closed_by:
             self._is_open.set()
 
     async def abort(self, by: str, *, reject: bool = False) -> None:
-        """Close, and hand back what every request has got so far.
+        """Close, and return what every request has generated so far.
 
         Args:
             by: as for :meth:`close`.
-            reject: hand later requests back at once instead of letting them wait.
+            reject: return later requests at once instead of letting them wait.
         """
         self._rejecting = reject
         self._closed_by.add(by)
@@ -131,15 +131,15 @@ class DecodeLoop:
                 asked.answer(state)
 
     async def abort_one(self, name: str) -> bool:
-        """Hand back what one request has got so far; False if it is not here."""
+        """Return what one request has generated so far to its caller; False if it is not here."""
         return await self.hand_over(name, None)
 
     async def hand_over(self, name: str, send: Callable[[RequestState], Awaitable[int]] | None) -> bool:
-        """Hand back what one request has got so far, once its cache was sent elsewhere; False if it is not here.
+        """Send one request's cache elsewhere, then return what it has generated; False if it is not here.
 
         Args:
-            name: of the request.
-            send: sends a request with its cache, and says how many bytes that was.
+            name: name of the request.
+            send: sends a request with its cache and returns the number of bytes.
         """
         return await self._to_its_end(self._hand_over(name, send))
 
@@ -161,29 +161,29 @@ class DecodeLoop:
         try:
             if send is not None and state.kv is not None:
                 kv_bytes = await send(state)
-        finally:  # without a cache the request goes on all the same: it is computed again
+        finally:  # whatever went wrong, the request goes on: without its cache it is prefilled
             del self._leaving[state.id]
             asked.answer(bare, kv_bytes=kv_bytes)
         return True
 
     def resume(self, by: str) -> None:
-        """Take back :meth:`abort`."""
+        """Undo :meth:`abort`."""
         self._rejecting = False
         self.reopen(by)
 
     async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do what may not stop half-way, even if its caller is cancelled."""
+        """Run to completion even if the caller is cancelled."""
         task = asyncio.create_task(work)
         self._works.add(task)
         task.add_done_callback(self._works.discard)
         return await asyncio.shield(task)
 
     async def in_thread(self, call: Callable[[], T]) -> T:
-        """Run in the engine's thread; between steps only while the loop is closed."""
+        """Run in the engine's thread, between two steps."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     async def _take_out(self, ids: list[str], *, with_cache: bool = False) -> list[RequestState]:
-        """Requests that leave the engine, their caches copied."""
+        """Remove requests from the engine, with copies of their caches."""
 
         def take() -> list[RequestState]:
             states = self.engine.export(ids)
@@ -208,11 +208,11 @@ class DecodeLoop:
                     await self.in_thread(self.engine.step)
                     for state in self.engine.take_finished():
                         self._decoding.pop(state.id).answer(state)
-            await asyncio.sleep(0)  # let in who waits for the lock
+            await asyncio.sleep(0)  # let others have the lock
 
     async def _admit(self) -> None:
         while self._waiting:
-            asked = self._waiting[0]  # it stays there meanwhile: whoever learns of an error must find it
+            asked = self._waiting[0]  # it stays in the queue meanwhile: `_report` must find it
             try:
                 await self.in_thread(lambda asked=asked: self._import(asked))
             except InvalidInput as error:
@@ -231,12 +231,12 @@ class DecodeLoop:
         if state.kv is not None:
             try:
                 return self.engine.import_([state])
-            except InvalidInput:  # no room at this moment; tokens can wait, a cache cannot
+            except InvalidInput:  # no free blocks now; tokens can wait for some, a cache cannot
                 state = replace(state, kv=None, num_cached=0)
         return self.engine.import_([state])
 
     def _report(self, task: asyncio.Task[None]) -> None:
-        """Let every request learn of an error: their callers would wait for ever."""
+        """Fail every request if the loop has failed: otherwise their callers would wait for ever."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             return
@@ -247,6 +247,6 @@ class DecodeLoop:
             asked.fail(error)
 
     def _empty(self) -> None:
-        """Make the engine forget all, what ended in the step that failed too."""
+        """Empty the engine, including what finished in the step that failed."""
         self.engine.abort([state.id for state in self.engine.list_requests()])
         self.engine.take_finished()
