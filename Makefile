@@ -8,7 +8,7 @@ ARGS ?=
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint bench wheel clean
+.PHONY: help run test lint bench mutants wheel clean
 
 help:  ## what the targets do
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ lint: $(STAMP)  ## ruff, pyright (strict), import-linter
 
 bench: $(STAMP)  ## plan quality beside the peers, compared with the committed baseline
 	@$(BIN)/python benchmarks/plan_quality.py $(ARGS)
+
+mutants: $(STAMP)  ## change the code in one place at a time and tell which changes no test notices
+	@$(BIN)/python -m benchmarks.mutants $(ARGS)
 
 wheel: $(STAMP)  ## build the wheel and compare its files with the tree
 	@$(BIN)/python .ci/check_wheel.py
