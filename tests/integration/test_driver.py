@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration.driver_rig import LENGTHS
+from tests.integration.family import run_patiently
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,8 +26,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", "-m", "tests.integration.driver_rig", str(out)]
     env = {**os.environ, "VERL_PLATFORM": "cpu", "TQ_NUM_THREADS": "2", "RAY_USAGE_STATS_ENABLED": "0"}
     env.pop("CUDA_VISIBLE_DEVICES", None)
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_patiently(command, cwd=ROOT, env=env)
     results = json.loads(out.read_text())
     crashed = {name: r["result"]["crashed"] for name, r in results.items() if "crashed" in (r["result"] or {})}
     assert not crashed, "\n".join(f"{name}: {text}" for name, text in crashed.items())

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from examples.minimal.record import read
+from tests.integration.family import LIMIT_S
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +86,7 @@ def torchrun(ranks: int, *command: str) -> list[str]:
     return [*PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
 
 
-def said(*processes: subprocess.Popen[str], seconds: float = 240) -> list[str]:
+def said(*processes: subprocess.Popen[str], seconds: float = LIMIT_S) -> list[str]:
     """What they printed, once all have ended; none is left running."""
     deadline = time.monotonic() + seconds
     try:
@@ -166,7 +167,7 @@ def test_a_killed_run_leaves_no_rank_behind_and_goes_on_elsewhere_with_the_same_
     """Killed after a step on two ranks of fsdp2; resumed on one of ddp."""
     out = tmp_path / "run"
     first = start([*LAUNCHER, *overrides(**PPO, dp=2, save_every=1, out=out)])
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + LIMIT_S
     while not any(line["phase"] == "rl" and line["step"] >= 2 for line in read(out)):
         assert time.monotonic() < deadline
         assert first.poll() is None, said(first)[0][-4000:]
@@ -199,7 +200,7 @@ def test_a_rank_that_dies_ends_the_run_with_its_traceback(tmp_path: Path) -> Non
         for how, words in settings.items()
     }
     ended = dict[str, float]()
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + LIMIT_S
     while len(ended) < len(runs) and time.monotonic() < deadline:
         ended |= {how: time.time() for how, run in runs.items() if how not in ended and run.poll() is not None}
         time.sleep(0.1)

@@ -24,8 +24,7 @@ from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_overrides
 from tests.integration import slow_tokens
 from tests.integration.verl_rig import Completed, run_verl, tiny_overrides
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-LIMIT_S = 360  # a busy machine takes several times the 60 to 80 s of a quiet one
+pytestmark = pytest.mark.slow
 
 ON = ["+equipoise=default", "equipoise.record=record.jsonl"]
 PPO = [
@@ -95,7 +94,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
                 run_verl,
                 [*tiny_overrides(steps=STEPS[name]), *overrides],
                 dp=dp,
-                timeout_s=LIMIT_S,
                 cwd=folder / name,
                 env=ENV.get(name),
             )
@@ -251,20 +249,18 @@ def test_a_run_resumes_and_ends_where_a_worker_dies_leaving_nothing_behind(pool:
                 "trainer.resume_mode=auto",
             ],
             dp=2,
-            timeout_s=LIMIT_S,
             cwd=folder,
             env={"EQUIPOISE_TEST_TAG": tag},
         )
         time.sleep(1)  # the metrics of the first run are gone by then
-        deadline = time.monotonic() + LIMIT_S
         steps = folder / "metrics.jsonl"
-        while time.monotonic() < deadline and not run.done() and not (steps.exists() and steps.read_text()):
+        while not run.done() and not (steps.exists() and steps.read_text()):
             time.sleep(0.5)
         workers = [p for p in tagged(tag) if "WorkerDict" in " ".join(p.cmdline())]
         assert len(workers) == 2
         workers[1].kill()
         killed = time.monotonic()
-        done = run.result(timeout=120)
+        done = run.result()
     assert done.returncode != 0
     assert time.monotonic() - killed < 60
     assert "Error" in done.log.read_text(errors="replace")

@@ -1,35 +1,24 @@
 """Run verl's own command in processes of its own, and leave none of them behind."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
-# psutil ships no types.
-
 from __future__ import annotations
 
 import atexit
 import functools
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
-
-import psutil
+from typing import Any
 
 from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_environment, cpu_overrides
 from examples.tiny import TinyPaths, build_tiny
+from tests.integration.family import Family
 
-_MARK = "EQUIPOISE_RIG_RUN"
-_POLL_S = 0.5
-_GRACE_S = 20.0
 # verl waits for ever for a worker that is gone, so a log that says so ends the run.
 _FATAL = re.compile(r"ActorDiedError|WorkerCrashedError|A worker died or was killed|running low on memory")
 
@@ -39,7 +28,7 @@ class Completed:
     """What a run has left."""
 
     returncode: int | None
-    """None where the run was killed: by its time limit, at ``stop_at``, or after a fatal line in its log."""
+    """None where the run was killed: at ``stop_at``, or after a fatal line in its log."""
     wall_s: float
     log: Path
     metrics: tuple[Mapping[str, Any], ...]
@@ -105,7 +94,6 @@ def run_verl(
     overrides: list[str],
     *,
     dp: int,
-    timeout_s: float,
     cwd: Path,
     critic: bool = False,
     stop_at: str | None = None,
@@ -117,16 +105,17 @@ def run_verl(
     Args:
         overrides: Hydra overrides; they come after, and so win over, those that a CPU needs.
         dp: data-parallel ranks.
-        timeout_s: the run is killed after this time.
         cwd: folder to run in; gets ``verl.log`` and ``metrics.jsonl``.
         critic: also pass what a critic needs on a CPU, and the tiny model for it.
         script: a shell script that starts verl with the overrides that it is given, instead of verl's own command.
         stop_at: pattern; the run is killed when a line of its log matches.
         env: more environment variables.
+
+    Raises:
+        Stalled: nothing happened in the run any more.
     """
     cwd.mkdir(parents=True, exist_ok=True)
     log, metrics = cwd / "verl.log", cwd / "metrics.jsonl"
-    mark = uuid.uuid4().hex
     ray_dir = Path(tempfile.mkdtemp(prefix="eq", dir="/tmp"))  # short: Ray puts Unix sockets below it
     environment = {
         **cpu_environment(),
@@ -134,7 +123,6 @@ def run_verl(
         "RAY_TMPDIR": str(ray_dir),
         "SPT_NOENV": "1",  # Ray renames its processes; so its new names leave the mark readable
         "VERL_FILE_LOGGER_PATH": str(metrics),
-        _MARK: mark,
         **(env or {}),
     }
     start = [sys.executable, "-m", "verl.trainer.main_ppo"] if script is None else ["bash", str(script)]
@@ -144,13 +132,12 @@ def run_verl(
     command += ['trainer.logger=["console","file"]', *overrides]
     metrics.unlink(missing_ok=True)
     begin = time.monotonic()
-    with log.open("w") as out:
-        family = _Family(command, cwd=cwd, env=environment, out=out, mark=mark)
-        try:
-            returncode = family.wait(deadline=begin + timeout_s, log=log, stop_at=stop_at)
-        finally:
-            family.kill()
-            shutil.rmtree(ray_dir, ignore_errors=True)
+    family = Family(command, log=log, cwd=cwd, env=environment)
+    try:
+        returncode = family.wait(stop_at=stop_at, fatal=_FATAL)
+    finally:
+        family.kill()
+        shutil.rmtree(ray_dir, ignore_errors=True)
     return Completed(returncode=returncode, wall_s=time.monotonic() - begin, log=log, metrics=_read(metrics))
 
 
@@ -162,69 +149,3 @@ def _read(path: Path) -> tuple[Mapping[str, Any], ...]:
         row = json.loads(line)
         steps.setdefault(row["step"], {"step": row["step"]}).update(row["data"])
     return tuple(steps[step] for step in sorted(steps))
-
-
-class _Family:
-    """A process and all that descends from it, also what left its session or lost its parent."""
-
-    def __init__(self, command: list[str], *, cwd: Path, env: Mapping[str, str], out: IO[str], mark: str) -> None:
-        self.mark = mark
-        self.seen: dict[int, psutil.Process] = {}
-        self.root = subprocess.Popen(
-            command, cwd=cwd, env=dict(env), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-
-    def wait(self, *, deadline: float, log: Path, stop_at: str | None) -> int | None:
-        """Return code, or None at the deadline, at a line that matches, or some time after a fatal one."""
-        read = 0
-        while time.monotonic() < deadline:
-            self.look()
-            try:
-                return self.root.wait(_POLL_S)
-            except subprocess.TimeoutExpired:
-                pass
-            with log.open(errors="replace") as file:
-                file.seek(read)
-                text = file.read()
-                if stop_at is not None and re.search(stop_at, text):
-                    return None
-                if _FATAL.search(text):
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
-                read = file.tell()
-        return None
-
-    def look(self) -> None:
-        """Remember the descendants of now: once their parent is gone, nothing leads to them."""
-        try:
-            for process in psutil.Process(self.root.pid).children(recursive=True):
-                self.seen.setdefault(process.pid, process)
-        except psutil.NoSuchProcess:
-            pass
-
-    def kill(self) -> None:
-        """Kill them all and wait until they are gone."""
-        self.look()
-        if self.root.poll() is None:
-            os.killpg(self.root.pid, signal.SIGKILL)
-            self.root.wait()
-        for _ in range(5):  # a raylet may have started a worker in the meantime
-            alive = [process for process in {**self.seen, **self.marked()}.values() if process.is_running()]
-            if not alive:
-                return
-            for process in alive:
-                try:
-                    process.kill()  # psutil checks the start time, so that a reused number is safe
-                except psutil.NoSuchProcess:
-                    pass
-            psutil.wait_procs(alive, timeout=5)
-
-    def marked(self) -> dict[int, psutil.Process]:
-        """Processes whose environment carries the mark of this run."""
-        found: dict[int, psutil.Process] = {}
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(_MARK) == self.mark:
-                    found[process.pid] = process
-            except psutil.Error:
-                continue
-        return found

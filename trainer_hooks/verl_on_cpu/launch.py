@@ -12,6 +12,11 @@ ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",  # a rank is a process, and there are seldom more cores than ranks
     "RAY_DEDUP_LOGS": "0",
+    # Ray gives up on its own daemons and workers when a busy machine starts them slowly
+    "RAY_gcs_server_request_timeout_seconds": "600",
+    "RAY_py_gcs_connect_timeout_s": "600",
+    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_health_check_timeout_ms": "60000",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_COMPILE_DISABLE": "1",  # compiling takes longer than a short run
