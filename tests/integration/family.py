@@ -62,11 +62,10 @@ class Family:
         *,
         stall_s: float = STALL_S,
         limit_s: float = LIMIT_S,
-        stop_at: str | None = None,
         fatal: re.Pattern[str] | None = None,
         grace_s: float = 20.0,
     ) -> int | None:
-        """Return code; None at a line that matches ``stop_at``, or ``grace_s`` after one that matches ``fatal``.
+        """Return code; None where it had not ended ``grace_s`` after a line that matches ``fatal``.
 
         Raises:
             Stalled: for ``stall_s`` neither did the log grow nor did a process work, or ``limit_s`` have passed.
@@ -84,8 +83,6 @@ class Family:
                 text = file.read()
                 read = file.tell()
             now = time.monotonic()
-            if stop_at is not None and re.search(stop_at, text):
-                return None
             if deadline is None and fatal is not None and fatal.search(text):
                 deadline = now + grace_s
             if deadline is not None and now > deadline:

@@ -19,29 +19,25 @@ import psutil
 import pytest
 
 from tests.integration.family import LIMIT_S, run_patiently
-from tests.integration.verl_rig import run_verl, tiny
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 MAIN_JOB = [sys.executable, "-m", "examples.main_job", "--model", "tiny", "--plain"]
-SMALL = {
-    "PYTHON": sys.executable,
-    "PROMPTS": "8",
-    "MINI_BATCH": "4",
-    "MAX_PROMPT": "128",
-    "MAX_RESPONSE": "32",
-    "MAX_TOKENS": "512",
-    "GPUS": "2",
-    "PYTHONWARNINGS": "ignore",
+VARIABLES = {
+    "MODEL": "actor_rollout_ref.model.path",
+    "TRAIN": "data.train_files",
+    "VAL": "data.val_files",
+    "NODES": "trainer.nnodes",
+    "GPUS": "trainer.n_gpus_per_node",
+    "ROLLOUT_TP": "rollout.tensor_model_parallel_size",
+    "PROMPTS": "data.train_batch_size",
+    "MINI_BATCH": "actor.ppo_mini_batch_size",
+    "MAX_PROMPT": "data.max_prompt_length",
+    "MAX_RESPONSE": "data.max_response_length",
+    "MAX_TOKENS": "actor.ppo_max_token_len_per_gpu",
 }
-ONE_STEP = [
-    "trainer.total_training_steps=1",
-    "trainer.val_before_train=False",
-    "trainer.test_freq=-1",
-    "trainer.save_freq=-1",
-    "trainer.resume_mode=disable",
-]
+"""What a script reads from the environment, and the setting of verl's that it becomes."""
 
 
 def ray_processes() -> dict[int, str]:
@@ -120,29 +116,21 @@ def test_a_setting_that_verl_refuses_is_shown(tmp_path: Path):
     assert "verl.log" in job.stdout
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_the_command_line_trains_on_the_cpu(name: str, tmp_path: Path):
-    paths = tiny()
-    run = run_verl(
-        [*paths.overrides(), *ONE_STEP],
-        dp=2,
-        critic=name == "ppo",
-        cwd=tmp_path,
-        script=ROOT / "examples" / name / "run.sh",
-        env={
-            **SMALL,
-            "SAMPLES": "4",
-            "MODEL": str(paths.model),
-            "TRAIN": str(paths.train),
-            "VAL": str(paths.val),
-        },
-    ).checked()
-    (metrics,) = run.metrics
-    assert metrics["equipoise/lockstep_over_bound"] >= 1.0
-    assert metrics["equipoise/max_tokens"] <= 512
-    if name == "ppo":
-        assert metrics["critic/grad_norm"] > 0
-        assert "actor/kl_loss" in metrics
+@pytest.mark.parametrize(
+    ("name", "more"), [("grpo", {"SAMPLES": "rollout.n"}), ("ppo", {"CRITIC_MINI_BATCH": "critic.ppo_mini_batch_size"})]
+)
+def test_variables_of_the_scripts_reach_verl(name: str, more: dict[str, str]):
+    """How verl trains when a script starts it is tested in ``test_verl_end_to_end``."""
+    settings = VARIABLES | more
+    values = {variable: f"{number}1" for number, variable in enumerate(settings)}
+    script = ROOT / "examples" / name / "run.sh"
+    command = ["bash", str(script), "trainer.last=1"]
+    printed = subprocess.run(command, env=os.environ | values | {"PYTHON": "echo"}, stdout=subprocess.PIPE, text=True)
+    words = printed.stdout.split()
+    assert words[:3] == ["-m", "verl.trainer.main_ppo", "+equipoise=default"]
+    assert words[-1] == "trainer.last=1"
+    for variable, key in settings.items():
+        assert any(word.endswith(f"{key}={values[variable]}") for word in words), variable
 
 
 def test_the_planner_alone_prints_a_plan():

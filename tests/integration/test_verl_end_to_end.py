@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from tests.integration.verl_rig import Completed, run_verl, tiny_overrides
 pytestmark = pytest.mark.slow
 
 ON = ["+equipoise=default", "equipoise.record=record.jsonl"]
+SCRIPTS = {f"{name}+": Path(__file__).parents[2] / "examples" / name / "run.sh" for name in ("grpo", "ppo")}
+"""Runs that a script of the examples starts; it brings ``+equipoise=default`` and what our overrides overrule."""
 PPO = [
     *[line for line in cpu_overrides(2, critic=True) if "critic" in line],
     "algorithm.adv_estimator=gae",
@@ -42,10 +45,10 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "padded rows": (2, ["actor_rollout_ref.model.use_remove_padding=False"]),
     "grpo+": (
         2,
-        [*ON, "trainer.val_before_train=True", "trainer.save_freq=2", "trainer.default_local_dir=checkpoints"],
+        [*ON[1:], "trainer.val_before_train=True", "trainer.save_freq=2", "trainer.default_local_dir=checkpoints"],
     ),
     "ppo": (2, PPO),
-    "ppo+": (2, [*ON, *PPO]),
+    "ppo+": (2, [*ON[1:], *PPO]),
     # 6 prompts × 4 rows against mini-batches of 16 rows: 8 padding rows; and requests that move between 4 replicas
     "padding+": (
         4,
@@ -95,7 +98,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
                 [*tiny_overrides(steps=STEPS[name]), *overrides],
                 dp=dp,
                 cwd=folder / name,
-                env=ENV.get(name),
+                script=SCRIPTS.get(name),
+                env={"PYTHON": sys.executable, **ENV.get(name, {})},
             )
             for name, (dp, overrides) in RUNS.items()
         }

@@ -28,7 +28,7 @@ class Completed:
     """What a run has left."""
 
     returncode: int | None
-    """None where the run was killed: at ``stop_at``, or after a fatal line in its log."""
+    """None where the run was killed after a fatal line in its log."""
     wall_s: float
     log: Path
     metrics: tuple[Mapping[str, Any], ...]
@@ -78,25 +78,11 @@ def tiny_overrides(*, steps: int) -> list[str]:
     ]
 
 
-def tiny_critic_overrides() -> list[str]:
-    """The tiny model as a critic, in mini-batches like the actor's."""
-    return [
-        f"critic.model.path={tiny().model}",
-        f"critic.model.tokenizer_path={tiny().model}",
-        "critic.model.use_remove_padding=True",
-        "critic.ppo_mini_batch_size=4",
-        "critic.use_dynamic_bsz=True",
-        "critic.ppo_max_token_len_per_gpu=512",
-    ]
-
-
 def run_verl(
     overrides: list[str],
     *,
     dp: int,
     cwd: Path,
-    critic: bool = False,
-    stop_at: str | None = None,
     script: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Completed:
@@ -106,9 +92,7 @@ def run_verl(
         overrides: Hydra overrides; they come after, and so win over, those that a CPU needs.
         dp: data-parallel ranks.
         cwd: folder to run in; gets ``verl.log`` and ``metrics.jsonl``.
-        critic: also pass what a critic needs on a CPU, and the tiny model for it.
         script: a shell script that starts verl with the overrides that it is given, instead of verl's own command.
-        stop_at: pattern; the run is killed when a line of its log matches.
         env: more environment variables.
 
     Raises:
@@ -126,15 +110,13 @@ def run_verl(
         **(env or {}),
     }
     start = [sys.executable, "-m", "verl.trainer.main_ppo"] if script is None else ["bash", str(script)]
-    command = [*start, *cpu_overrides(dp, critic=critic)]
-    if critic:
-        command += tiny_critic_overrides()
+    command = [*start, *cpu_overrides(dp)]
     command += ['trainer.logger=["console","file"]', *overrides]
     metrics.unlink(missing_ok=True)
     begin = time.monotonic()
     family = Family(command, log=log, cwd=cwd, env=environment)
     try:
-        returncode = family.wait(stop_at=stop_at, fatal=_FATAL)
+        returncode = family.wait(fatal=_FATAL)
     finally:
         family.kill()
         shutil.rmtree(ray_dir, ignore_errors=True)
