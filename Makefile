@@ -39,8 +39,10 @@ bench: $(STAMP)  ## plan quality beside the peers, compared with the committed b
 mutants: $(STAMP)  ## change the code in one place at a time and tell which changes no test notices
 	@$(BIN)/python -m benchmarks.mutants $(ARGS)
 
-wheel: $(STAMP)  ## build the wheel and compare its files with the tree
-	@$(BIN)/python .ci/check_wheel.py
+wheel: $(STAMP)  ## build the wheel into dist/ and compare its files with the tree
+	@rm -rf build dist
+	@$(BIN)/python -m build --wheel --no-isolation > /dev/null
+	@$(BIN)/check-wheel-contents --src-dir plugin dist
 
 clean:  ## remove what the other targets made, but for outputs/
 	rm -rf $(VENV) build dist plugin/*.egg-info .pytest_cache .ruff_cache .hypothesis
