@@ -57,7 +57,7 @@ def test_each_change_is_one_place_and_compiles() -> None:
     [
         ("plugin/equipoise/planning/step/limits.py", "equipoise.planning.step.limits", "property/test_plan.py"),
         ("plugin/equipoise/training/loss/kl.py", "equipoise.training.loss.kl", "unit/test_aggregation.py"),
-        ("trainer_hooks/on_verl/refit.py", "equipoise.trainer_hooks.on_verl.refit", "unit/test_refit.py"),
+        ("trainer_hooks/on_verl/driver/refit.py", "equipoise.trainer_hooks.on_verl.driver.refit", "unit/test_refit.py"),
     ],
 )
 def test_tests_are_found_by_the_rooms_that_they_use(path: str, module: str, test: str) -> None:
