@@ -105,7 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     mutants = [mutant for room in options.rooms for mutant in sample(room, options.sample, options.seed)]
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    lines: list[dict[str, object]] = []
     counts: Counter[tuple[str, str]] = Counter()
     with (
         tempfile.TemporaryDirectory(prefix="mutants-") as folder,
@@ -118,12 +117,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             progress.update(task, description=mutant.path.name, refresh=True)
             verdict, outcome = judge.verdict(mutant, slow=options.slow)
             counts[mutant.room, verdict] += 1
-            lines.append({"mutant": str(mutant), "verdict": verdict, "by": _by(outcome), "seconds": outcome.seconds})
+            if options.out:
+                line = {"mutant": str(mutant), "verdict": verdict, "by": _by(outcome), "seconds": outcome.seconds}
+                with options.out.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
             if verdict == "survived":
                 progress.console.print(f"survived: {mutant}", markup=False, soft_wrap=True)
             progress.update(task, advance=1, refresh=True)
-    if options.out:
-        options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     console.print(_table(options.rooms, counts))
     return int(any(verdict == "survived" for _, verdict in counts))
 
@@ -160,7 +160,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slow", action="store_true", help="try what survives the quick tests with the slow ones")
     parser.add_argument("--slowest", type=float, default=120, help="test files that take longer are left out (s)")
-    parser.add_argument("--out", type=Path, help="a JSON line for each mutant, with the test that killed it")
+    parser.add_argument(
+        "--out", type=Path, help="file that gets a JSON line for each mutant, with the test that killed it"
+    )
     return parser.parse_args(argv)
 
 
