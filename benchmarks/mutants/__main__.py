@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import tempfile
@@ -101,7 +100,6 @@ class Judge:
 def main(argv: Sequence[str] | None = None) -> int:
     """Try the mutants, print those that survive and a table; 0 if none does."""
     options = _parse(argv)
-    os.nice(10)
     console = Console()
     mutants = [mutant for room in options.rooms for mutant in sample(room, options.sample, options.seed)]
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -160,9 +158,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slow", action="store_true", help="try what survives the quick tests with the slow ones")
     parser.add_argument("--slowest", type=float, default=120, help="test files that take longer are left out (s)")
-    parser.add_argument(
-        "--out", type=Path, help="file that gets a JSON line for each mutant, with the test that killed it"
-    )
+    parser.add_argument("--out", type=Path, help="file for a JSON line a mutant, with the test that killed it")
     return parser.parse_args(argv)
 
 
