@@ -106,6 +106,10 @@ class EquipoiseConfig:
     fit_window: int = 16
     """Steps whose measured times cost=fitted is fitted to."""
 
+    loss: Literal["verl", "exact"] = "verl"
+    """"verl": the trainer's own aggregation. "exact": what sits under the mask (NaN, infinity) and the width of a batch
+    reach neither loss nor gradient; otherwise equal to rounding."""
+
     oversize: Literal["error", "alone"] = "error"
     """A row above the token cap: an error, or a micro-batch of its own."""
 
@@ -140,9 +144,10 @@ class EquipoiseConfig:
         if not _is_int(self.fit_window) or self.fit_window < 1:
             rule = "be a whole number of at least 1"
             raise InvalidConfig(must("equipoise.fit_window", rule, self.fit_window, "use 16"))
-        if self.cost == "fitted" and self.planner == "verl":
-            remedy = "use cost=model, or planner=equipoise"
-            raise InvalidConfig(must("equipoise.cost", "not be fitted with planner=verl", self.cost, remedy))
+        for name, value, instead in (("cost", "fitted", "model"), ("loss", "exact", "verl")):
+            if self.planner == "verl" and getattr(self, name) == value:
+                remedy = f"use {name}={instead}, or planner=equipoise"
+                raise InvalidConfig(must(f"equipoise.{name}", f"not be {value} with planner=verl", value, remedy))
         if self.min_row_tokens is not None and (not _is_int(self.min_row_tokens) or self.min_row_tokens < 2):
             raise InvalidConfig(
                 must(

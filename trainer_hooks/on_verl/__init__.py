@@ -1,7 +1,9 @@
 """Equipoise in verl: loaded by verl's plugin entry point in the driver and in every worker process.
 
-Importing this module only leaves two notes: one for when verl's trainer is imported, one for when its engine utilities
-are. Without a node ``equipoise`` in the trainer's configuration neither does anything more than look for it.
+Importing this package leaves hooks for when verl's trainers, engines and losses are imported, and imports none of them.
+Without a node ``equipoise`` in the trainer's configuration the hooks do no more than look for it. What runs where:
+``driver/`` in the process of the trainer, ``worker/`` in the training workers, ``router/`` in the actor that routes
+requests.
 """
 
 from types import ModuleType
@@ -27,6 +29,20 @@ def _on_engine_utils(module: ModuleType) -> None:
     _patches.patch_engines(module)
 
 
+def _on_aggregation(module: ModuleType) -> None:
+    from equipoise.trainer_hooks.on_verl import _patches
+
+    _patches.patch_aggregation(module)
+
+
+def _on_losses(module: ModuleType) -> None:
+    from equipoise.trainer_hooks.on_verl import _patches
+
+    _patches.patch_losses(module)
+
+
 when_imported("verl.trainer.ppo.v1.trainer_base", _on_trainer)
 when_imported("verl.trainer.ppo.ray_trainer", _on_legacy_trainer)
 when_imported("verl.workers.engine.utils", _on_engine_utils)
+when_imported("verl.trainer.ppo.core_algos", _on_aggregation)
+when_imported("verl.workers.utils.losses", _on_losses)

@@ -1,6 +1,6 @@
 """Every place where verl is touched or relied on, the version it was read in, and how it is undone.
 
-verl 0.9.1. Four names are replaced, all others are only called or relied on:
+verl 0.9.1. These names are replaced; all others are only called or relied on:
 
 * ``PPOTrainer.__init__`` (verl/trainer/ppo/v1/trainer_base.py:120) attaches to an instance whose configuration has the
   node; verl offers no hook between the trainer's construction and its first step, and other trainer names than "sync"
@@ -13,8 +13,11 @@ verl 0.9.1. Four names are replaced, all others are only called or relied on:
   metrics where the plan asks for them (cost=fitted). They travel in the gather that verl makes of its metrics anyway
   (``TrainingWorker._postprocess_output``), and ``caught_times`` takes them out on the driver before verl averages.
   Until verl reports times of its own.
+* ``agg_loss`` (verl/trainer/ppo/core_algos.py:1140), ``ppo_loss`` and ``value_loss`` (verl/workers/utils/losses.py)
+  and the ``no_padding_2_padding`` that these two call; see ``worker/loss.py``. They are verl's own unless the batch
+  asks for an exact loss (loss=exact). Until verl selects by the mask before it computes.
 
-``undo`` puts all four back.
+``undo`` puts all of them back.
 
 With ``equipoise.rollout.enable=true`` (``router/setup.py``) ``rollout.router_config_path`` names the plugin's router,
 and ``get_llm_client`` of the trainer instance (verl/trainer/ppo/v1/trainer_base.py:396) returns a subclass of the
@@ -70,6 +73,8 @@ def digest(function: Callable[..., Any]) -> str:
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
 _PADDING = "verl.trainer.ppo.padding_utils"
+_CORE = "verl.trainer.ppo.core_algos"
+_LOSSES = "verl.workers.utils.losses"
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(_TRAINER, "PPOTrainer.__init__", "4e4c19f9f387560c"),
     PatchPoint(_TRAINER, "PPOTrainer.init", "af1dd2f86d9472c7"),
@@ -85,6 +90,10 @@ POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(_PADDING, "construct_minimal_padding_template", "9edb1b31cd9c086c"),
     PatchPoint("verl.workers.engine.utils", "prepare_micro_batches", "a74559dd0ed33e09"),
     PatchPoint("verl.workers.engine.utils", "postprocess_batch_func", "1f4ed244afd6e42b"),
+    PatchPoint(_CORE, "agg_loss", "f64efb504103d267"),
+    PatchPoint(_LOSSES, "ppo_loss", "3b76cb0b848481c9"),
+    PatchPoint(_LOSSES, "value_loss", "233c6e0391e3c6fc"),
+    PatchPoint("verl.workers.utils.padding", "no_padding_2_padding", "7aaddf094319e512"),
     PatchPoint("verl.utils.seqlen_balancing", "rearrange_micro_batches", "6be2e290c47e56f9"),
     PatchPoint("verl.workers.engine_workers", "TrainingWorker.train_mini_batch", "3cc1cbfc5c1ab838"),
     PatchPoint("verl.workers.engine_workers", "TrainingWorker._postprocess_output", "e3714152bf408270"),
@@ -111,6 +120,7 @@ ROLLOUT_POINTS: tuple[PatchPoint, ...] = (
 WIRE_KEY = "equipoise_plan"  # of the plan in a batch's extra information
 CLOCK_KEY = "equipoise_clock"  # of the timed micro-batches in a mini-batch
 TIMES_KEY = "equipoise_seconds"  # of their seconds in the metrics of an update
+EXACT_KEY = "equipoise_exact_loss"  # in a batch's extra information: its loss is to be exact
 _undo: list[Callable[[], None]] = []
 
 
@@ -189,10 +199,7 @@ def patch_legacy_trainer(module: ModuleType) -> None:
 
 
 def patch_engines(module: ModuleType) -> None:
-    """Make every engine's ``prepare_micro_batches`` follow a plan where the batch carries one, and time it if asked.
-
-    Engines bind the names at import; those that are loaded already are changed one by one.
-    """
+    """Make every engine's ``prepare_micro_batches`` follow a plan where the batch carries one, and time it if asked."""
     original = module.__dict__["prepare_micro_batches"]
     original_end = module.__dict__["postprocess_batch_func"]
 
@@ -213,13 +220,65 @@ def patch_engines(module: ModuleType) -> None:
             add_times(output, data)
         return output
 
-    for name, loaded in [("", module), *sys.modules.items()]:
-        if name and not name.startswith("verl.workers.engine"):
-            continue
-        for old, new in ((original, prepare_micro_batches), (original_end, postprocess_batch_func)):
-            if loaded.__dict__.get(old.__name__) is old:
-                loaded.__dict__[old.__name__] = new
-                _undo.append(functools.partial(setattr, loaded, old.__name__, old))
+    _replace(original, prepare_micro_batches)
+    _replace(original_end, postprocess_batch_func)
+
+
+def patch_aggregation(module: ModuleType) -> None:
+    """Let ``agg_loss`` be :func:`equipoise.agg_loss` inside an exact loss, wherever verl has bound the name."""
+    original = module.__dict__["agg_loss"]
+
+    @functools.wraps(original)
+    def agg_loss(*args: Any, **kwargs: Any) -> Any:
+        from equipoise.trainer_hooks.on_verl.worker.loss import aggregate
+
+        return aggregate(original, *args, **kwargs)
+
+    _replace(original, agg_loss)
+
+
+def patch_losses(module: ModuleType) -> None:
+    """Make the losses of actor and critic exact where the batch asks for it."""
+    for name in ("ppo_loss", "value_loss"):
+        _replace(module.__dict__[name], _exact_if_asked(module.__dict__[name]))
+    original = module.__dict__["no_padding_2_padding"]
+
+    @functools.wraps(original)
+    def no_padding_2_padding(tensor: Any, data: Any) -> Any:
+        from equipoise.trainer_hooks.on_verl.worker.loss import select
+
+        return select(original, tensor, data)
+
+    module.__dict__["no_padding_2_padding"] = no_padding_2_padding  # here alone: others do not compute losses
+    _undo.append(lambda: setattr(module, "no_padding_2_padding", original))
+
+
+def _exact_if_asked(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        if data.get(EXACT_KEY, None) is None:
+            return original(config, model_output, data, dp_group)
+        from equipoise.trainer_hooks.on_verl.worker.loss import exact_loss
+
+        return exact_loss(original, config, model_output, data, dp_group)
+
+    return loss
+
+
+def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Put ``new`` in place of the function ``old`` in every loaded module that has bound it under its name.
+
+    Modules that are loaded later bind the new one; ``undo`` looks for it wherever it is by then.
+    """
+
+    def swap(was: Callable[..., Any], now: Callable[..., Any]) -> None:
+        for loaded in list(sys.modules.values()):
+            names = getattr(loaded, "__dict__", {})
+            if names.get(old.__name__) is was:
+                names[old.__name__] = now
+
+    swap(old, new)
+    _undo.append(lambda: swap(new, old))
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def read_config(config: Any) -> EquipoiseConfig:
     """
     settings = _node_of(config)
     if settings.enable:
-        check_config(config)
+        check_config(config, settings)
         if settings.check_patch_points:
             _patches.check_points(rollout=settings.rollout.enable)
     return settings

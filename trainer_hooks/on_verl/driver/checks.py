@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from equipoise.config import EquipoiseConfig
 from equipoise.errors import InvalidConfig, must
 from equipoise.trainer_hooks.on_verl.driver.settings import StageSettings, stage_settings
 from equipoise.trainer_hooks.on_verl.driver.stages import TrainerStages
@@ -16,18 +17,20 @@ from equipoise.trainer_hooks.on_verl.driver.stages import TrainerStages
 _ACTOR_KEY, _CRITIC_KEY = "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"
 
 
-def check_config(config: Any) -> None:
-    """What can be told from verl's configuration alone, before any process is started.
+def check_config(config: Any, settings: EquipoiseConfig) -> None:
+    """What can be told from the configuration alone, before any process is started.
 
     Raises:
-        InvalidConfig: see :func:`check_stages`.
+        InvalidConfig: see :func:`check_stages`; or a loss that cannot be made exact.
     """
+    if settings.loss == "exact":
+        _check_exact_loss(config)
     actor = config.actor_rollout_ref.actor
     if not str(actor.get("strategy", "fsdp")).startswith("fsdp"):
         return
     world = int(config.trainer.nnodes) * int(config.trainer.n_gpus_per_node)
-    settings = stage_settings(config, "actor")
-    _check_mini_batch(_ACTOR_KEY, config, settings, max(1, world // settings.sp_size))
+    stage = stage_settings(config, "actor")
+    _check_mini_batch(_ACTOR_KEY, config, stage, max(1, world // stage.sp_size))
 
 
 def check_stages(stages: TrainerStages, warn: Callable[[str], None]) -> None:
@@ -49,6 +52,19 @@ def check_stages(stages: TrainerStages, warn: Callable[[str], None]) -> None:
                 f" {settings.cap} × {settings.sp_size} of {settings.cap_key}; such a row ends the run"
                 " unless equipoise.oversize=alone"
             )
+
+
+def _check_exact_loss(config: Any) -> None:
+    roles = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor, "critic": config.get("critic", None) or {}}
+    for where, role in roles.items():
+        mode, factor = role.get("loss_agg_mode", None), role.get("loss_scale_factor", None)
+        if mode == "seq-mean-token-sum-norm" and factor is None:
+            rule = "be set with equipoise.loss=exact and loss_agg_mode=seq-mean-token-sum-norm"
+            remedy = "use a constant, like data.max_response_length: the width of a batch changes with its rows"
+            raise InvalidConfig(must(f"{where}.loss_scale_factor", rule, factor, remedy))
+    if (config.get("distillation", None) or {}).get("enabled", False):
+        remedy = "use equipoise.loss=verl: the distillation loss is not made exact"
+        raise InvalidConfig(must("distillation.enabled", "be false with equipoise.loss=exact", True, remedy))
 
 
 def _check_mini_batch(key: str, config: Any, settings: StageSettings, dp_size: int) -> None:

@@ -107,6 +107,8 @@ class StepPlanner:
         data = self._message(stage, batch, metrics, known)
         if data is not None:
             batch.extra_info[_patches.WIRE_KEY] = data
+        if self.config.loss == "exact":
+            batch.extra_info[_patches.EXACT_KEY] = True
         if data is not None and self._timed(stage):
             with _patches.caught_times(self.trainer.actor_rollout_wg) as times:
                 result = original(batch, metrics=metrics)
@@ -114,7 +116,8 @@ class StepPlanner:
         else:
             result = original(batch, metrics=metrics)
         if result is not None and result.extra_info:
-            result.extra_info.pop(_patches.WIRE_KEY, None)
+            for key in (_patches.WIRE_KEY, _patches.EXACT_KEY):
+                result.extra_info.pop(key, None)
         return result
 
     def _timed(self, stage: Stage) -> bool:
