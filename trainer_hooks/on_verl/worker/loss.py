@@ -69,12 +69,14 @@ def aggregate(
     return agg_loss(loss_mat, loss_mask, loss_agg_mode, *counts, **named)
 
 
-def _selected(column: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _selected(column: Any, mask: Any) -> torch.Tensor:
     if not column.is_nested:
         return _where(mask.to_padded_tensor(0) if mask.is_nested else mask, column)
-    jagged: Any = column
-    values = _where(mask.values(), jagged.values())
-    return torch.nested.nested_tensor_from_jagged(values, offsets=jagged.offsets())
+    values, lengths = _where(mask.values(), column.values()), column.offsets().diff()
+    # told no longest length, verl's padding would take the sum of all
+    return torch.nested.nested_tensor_from_jagged(
+        values, offsets=column.offsets(), min_seqlen=int(lengths.min()), max_seqlen=int(lengths.max())
+    )
 
 
 def _where(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
