@@ -12,7 +12,6 @@ import pytest
 
 import equipoise as eq
 from equipoise.errors import InvalidConfig
-from equipoise.trainer_hooks.on_verl.worker.clock import TimedMicroBatches
 from equipoise.trainer_hooks.on_verl.driver.refit import (
     MIN_CALLS,
     MeasuredCall,
@@ -21,6 +20,7 @@ from equipoise.trainer_hooks.on_verl.driver.refit import (
     relative_error,
     split_times,
 )
+from equipoise.trainer_hooks.on_verl.worker.clock import TimedMicroBatches
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
