@@ -58,8 +58,8 @@ def prompt_of(number: int) -> list[int]:
     return [number, *range(50 + number % 50)]
 
 
-def routed(num: int, clock: Clock | None = None, **config: Any) -> TokenAwareRouter:
-    servers = {f"s{i}": Replica(f"s{i}") for i in range(num)}
+def routed(num: int, clock: Clock | None = None, server: Any = Replica, **config: Any) -> TokenAwareRouter:
+    servers = {f"s{i}": object() if server is object else server(f"s{i}") for i in range(num)}
     return TokenAwareRouter(servers, {"response_length": 1000, "transfer": "none", **config}, clock=clock or Clock())
 
 

@@ -1,26 +1,26 @@
 """Which requests the router of verl's rollout servers moves, and what it says that saved."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
-import random
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from equipoise.trainer_hooks.on_verl.router.actor import TokenAwareRouter
-from equipoise.trainer_hooks.on_verl.router.replay import Stay, StepTimes, makespan_s
-from tests.unit.router_sim import Clock, Replica, answer, ask, draw, prompt_of, rollout, routed
+from equipoise.trainer_hooks.on_verl.router.replay import Stay
+from tests.unit.router_sim import Clock, Replica, answer, ask, prompt_of, routed
 
 
-def crowded(**config: Any) -> tuple[TokenAwareRouter, Clock, list[str]]:
+def crowded(server: Any = Replica, **config: Any) -> tuple[TokenAwareRouter, Clock, list[str]]:
     """Six requests of long responses on s0, none on s1 any more, and a decode step of 10 ms."""
     clock = Clock()
-    router = routed(2, clock, transfer="recompute", tiers=[8, 4, 2, 1], check_interval=5, **config)
+    settings = {"transfer": "recompute", "tiers": [8, 4, 2, 1], "check_interval": 5, **config}
+    router = routed(2, clock, server, **settings)
     for i in range(4):
         server = ask(router, f"known {i}", 100)
         clock.now += 4.0
@@ -35,7 +35,7 @@ def crowded(**config: Any) -> tuple[TokenAwareRouter, Clock, list[str]]:
 
 
 def told(router: TokenAwareRouter, server: str = "s0") -> list[str]:
-    return router._servers[server].told_to_go  # pyright: ignore[reportPrivateUsage]
+    return router._servers[server].told_to_go
 
 
 @pytest.mark.parametrize("max_prompts", [65536, 1])
@@ -79,10 +79,10 @@ def test_nothing_moves_where_it_does_not_pay(config: dict[str, Any]) -> None:
 def crowded_with(config: dict[str, Any]) -> tuple[TokenAwareRouter, Clock, list[str]]:
     router, clock, requests = crowded()
     settings = {"tiers": [8, 4, 2, 1], "check_interval": 5, **config}
-    changed = TokenAwareRouter(router._servers, {"response_length": 1000, **settings}, clock=clock)  # pyright: ignore[reportPrivateUsage]
+    changed = TokenAwareRouter(router._servers, {"response_length": 1000, **settings}, clock=clock)
     for name in ("_ledger", "_conversations", "_lengths", "_watch"):
         setattr(changed, name, getattr(router, name))
-    changed._planner.measured(tokens=400, seconds=4.0, beside=1)  # pyright: ignore[reportPrivateUsage]
+    changed._planner.measured(tokens=400, seconds=4.0, beside=1)
     return changed, clock, requests
 
 
@@ -116,61 +116,203 @@ def test_an_aborted_request_whose_new_replica_is_gone_is_asked_for_again() -> No
     assert not router.report(request, 5, aborted=True)  # verl's own abort: verl decides
 
 
-def stepped_makespan_s(stays: list[Stay], step_s: Any, *, tick: float = 1e-3) -> float:
-    """The same by small ticks of time."""
-    left = {i: float(stay.tokens) for i, stay in enumerate(stays)}
-    now = first = min(stay.since for stay in stays)
-    while left:
-        here: dict[str, list[int]] = {}
-        for i in left:
-            if stays[i].since <= now + 1e-9:
-                here.setdefault(stays[i].server, []).append(i)
-        for each in here.values():
-            for i in each:
-                left[i] -= tick / step_s(len(each))
-        left = {i: tokens for i, tokens in left.items() if tokens > 1e-9}
-        now += tick
-    return now - first
+def due(router: TokenAwareRouter, clock: Clock) -> list[str]:
+    """Requests that are told to leave s0 by a check that is due."""
+    clock.now += 1.0
+    before = len(told(router))
+    router.check()
+    return told(router)[before:]
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 8), st.sampled_from("ab"), st.integers(1, 20)), min_size=1, max_size=7))
-def test_a_replay_takes_as_long_as_decoding_step_by_step(drawn: list[tuple[int, str, int]]) -> None:
-    stays = [Stay(since=since / 4, server=server, tokens=tokens) for since, server, tokens in drawn]
-
-    def step_s(count: int) -> float:
-        return 0.05 * (1 + count)
-
-    assert makespan_s(stays, step_s) == pytest.approx(stepped_makespan_s(stays, step_s), abs=0.05)
+def leave(router: TokenAwareRouter, request: str, *, tokens: int = 10) -> str:
+    """The request leaves s0 unfinished and is asked for again; where it goes."""
+    router.release_server("s0", request)
+    assert router.report(request, tokens, aborted=True)
+    return ask(router, request, [1] * 60)
 
 
-def test_step_times_of_tiers_come_out_of_stays_that_span_several() -> None:
-    rng = random.Random(3)
-    true = {1: 0.010, 4: 0.014, 16: 0.030}
-    times = StepTimes()
-    for _ in range(50):
-        stay = {tier: rng.uniform(0, 20) for tier in true}
-        times.measured(tokens=round(sum(seconds / true[tier] for tier, seconds in stay.items())), tier_seconds=stay)
-    assert times.fit() == pytest.approx(true, rel=0.01)
+def test_a_check_is_due_once_in_an_interval() -> None:
+    router, clock, _ = crowded()
+    assert len(due(router, clock)) == 2
+    clock.now += 0.02
+    assert router.check() == pytest.approx(0.03)
+    assert routed(2).check() is None  # transfer=none
+    assert routed(2, transfer="recompute").check() == 0.2  # no step has been measured
 
 
-def test_the_measured_saving_is_that_against_the_same_rollout_without_moves() -> None:
-    """First rollouts, in which requests start at the same places with and without moves."""
-    real: list[float] = []
-    measured: list[float] = []
-    for seed in range(8):
-        took: dict[str, float] = {}
-        for transfer in ("none", "recompute"):
-            clock = Clock()
-            replicas = {f"s{i}": Replica(f"s{i}") for i in range(5)}
-            config = {"response_length": 8192, "check_interval": 20, "tiers": [32, 16, 8, 4, 2, 1]}
-            router = TokenAwareRouter(replicas, {**config, "transfer": transfer}, clock=clock)
-            took[transfer], _ = rollout(router, clock, replicas, draw(seed, prompts=16, siblings=8)[0])
-            figures = router.take_metrics()
-            if transfer == "none":
-                assert figures["equipoise/rollout/measured_saved_seconds"] == 0
-        real.append(took["none"] - took["recompute"])
-        measured.append(figures["equipoise/rollout/measured_saved_seconds"])
-        assert measured[-1] == pytest.approx(real[-1], abs=0.07 * took["none"]), seed
-    assert min(real) < -10  # moves that cost time are told as such
-    assert sum(measured) == pytest.approx(sum(real), rel=0.2)
+def test_nothing_more_moves_until_those_that_were_told_have_left() -> None:
+    router, clock, _ = crowded()
+    (first, second) = due(router, clock)
+    clock.now += 0.06
+    router.check()
+    leave(router, first)
+    clock.now += 0.06
+    router.check()
+    assert told(router) == [first, second]
+
+
+def test_a_request_that_finishes_although_it_was_told_to_leave_holds_up_nothing() -> None:
+    router, clock, _ = crowded()
+    first, second = due(router, clock)
+    leave(router, first)
+    answer(router, second, "s0", 50)
+    clock.now += 100.0
+    router.check()
+    figures = router.take_metrics()
+    assert (figures["equipoise/rollout/moves_planned"], figures["equipoise/rollout/moves"]) == (2, 1)
+    assert figures["equipoise/rollout/moves_refused"] == 0
+
+
+def test_a_request_moves_at_most_twice_in_a_turn_and_anew_in_the_next() -> None:
+    router, _, _ = crowded()
+    talks = router._conversations
+    (request,) = due(router, router._clock)[:1]  # type: ignore[arg-type]
+    leave(router, request)
+    assert talks.busy[request].moves == 1
+    assert router._planner._gaps  # how long it was on no replica
+    answer(router, request, "s1", 20)
+    talk = talks.get(request)
+    assert talk is not None
+    assert (talk.moves, talk.turn, talk.generated) == (0, 1, 0)
+
+
+def test_a_request_whose_replica_has_failed_is_placed_as_any_other() -> None:
+    router, clock, _ = crowded()
+    request = due(router, clock)[0]
+    router.remove_servers(["s0"])
+    router.add_servers({"s2": Replica("s2")})
+    ask(router, "other", 5)
+    ask(router, request, 6)
+    figures = router.take_metrics()
+    assert figures["equipoise/rollout/moves"] == 0
+    clock.now += 100.0
+    router.check()
+    assert router.take_metrics()["equipoise/rollout/moves_refused"] == 0
+
+
+def test_one_of_two_requests_under_the_same_id_does_not_move() -> None:
+    usual = due(*crowded()[:2])
+    router, clock, _ = crowded()
+    ask(router, usual[0], [1])
+    assert usual[0] not in due(router, clock)
+    assert len(told(router)) > 0
+
+
+def test_only_replicas_that_can_release_a_single_request_are_told_to() -> None:
+    router, clock, _ = crowded(server=object)
+    clock.now += 1.0
+    router.check()
+    assert router.take_metrics()["equipoise/rollout/moves_planned"] == 0
+
+
+class Sender(Replica):
+    """A replica that sends a cache before it lets a request go."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.sent: list[tuple[str, Any]] = []
+
+    @property
+    def hand_over_request(self) -> Any:
+        def remote(request: str, receiver: Any) -> None:
+            self.sent.append((request, receiver))
+
+        return SimpleNamespace(remote=remote)
+
+
+def test_with_kv_the_replica_is_told_where_to_send_the_cache() -> None:
+    router, clock, _ = crowded(server=Sender, transfer="kv")
+    assert due(router, clock) == []  # none is aborted
+    sender = router._servers["s0"]
+    assert [receiver for _, receiver in sender.sent] == [router._servers["s1"]] * 2
+    request = sender.sent[0][0]
+    router.release_server("s0", request)
+    assert router.report(request, 5, aborted=True, kv_bytes=640)
+    assert router.take_metrics()["equipoise/rollout/kv_bytes"] == 640
+
+
+def test_a_replica_that_keeps_requests_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    router, clock, _ = crowded()
+    for _ in range(30):
+        due(router, clock)
+    assert caplog.text.count("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION") == 1
+
+
+def test_a_request_whose_client_is_gone_is_forgotten_once_it_is_overdue() -> None:
+    router, clock, requests = crowded(max_prompts=1)
+    request = due(router, clock)[0]
+    router.release_server("s0", request)
+    assert request in router._conversations.busy
+    clock.now += 100.0
+    router.check()
+    assert request not in router._conversations.busy
+    assert set(router._conversations.busy) == set(requests) - {request}
+
+
+def test_figures_of_moves_belong_to_one_rollout() -> None:
+    router, clock, _ = crowded()
+    for request in due(router, clock):
+        leave(router, request)
+    clock.now += 1.0
+    figures = router.take_metrics()
+    assert figures["equipoise/rollout/predicted_saved_seconds"] > 0
+    clock.now += 1.0
+    figures = router.take_metrics()
+    assert figures["equipoise/rollout/predicted_saved_seconds"] == 0
+    assert figures["equipoise/rollout/moves"] == figures["equipoise/rollout/measured_saved_seconds"] == 0
+
+
+def test_a_stay_is_measured_by_what_the_replica_did_meanwhile() -> None:
+    clock = Clock()
+    router = routed(1, clock, tiers=[2, 1], max_num_seqs=1)
+    found: list[dict[str, float]] = []
+    tiers: list[dict[int, float]] = []
+    ended: list[list[int]] = []
+
+    def measured(**stay: Any) -> None:
+        found.append(stay)
+
+    def measured_tiers(*, tier_seconds: dict[int, float], **_: Any) -> None:
+        tiers.append(dict(tier_seconds))
+
+    def response_ended(stays: list[Stay], **_: Any) -> None:
+        ended.append([stay.tokens for stay in stays])
+
+    router._planner.measured = measured
+    router._step_times.measured = measured_tiers
+    router._replay.ended = response_ended  # type: ignore[method-assign]
+    ask(router, "a", 1)
+    clock.now += 1.0
+    ask(router, "b", 2)
+    clock.now += 1.0
+    answer(router, "a", "s0", 10)  # one second alone, one with b
+    clock.now += 2.0
+    answer(router, "b", "s0", 20)  # one second with a, two alone
+    ask(router, "a", 3)
+    clock.now += 1.0
+    answer(router, "a", "s0", 30)
+    assert [tuple(stay.values()) for stay in found] == [(10, 2.0, 1.5), (20, 3.0, 4 / 3), (30, 1.0, 1.0)]
+    assert tiers == [{1: 1.0, 2: 0.5}, {1: 2.0, 2: 0.5}, {1: 1.0, 2: 0.0}]  # with one slot, two take turns
+    assert ended == [[10], [20], [30]]
+
+
+def test_running_requests_are_expected_to_be_shorter_as_time_goes_by() -> None:
+    clock = Clock()
+    router = routed(1, clock)
+    answer(router, "first", ask(router, "first", 50), 400)  # took no time: no step is known
+    ask(router, "second", 50)
+    clock.now += 4.0
+    answer(router, "second", "s0", 400)  # 10 ms a token
+    ask(router, "third", 50)
+    clock.now += 2.0
+    ask(router, "fourth", [])  # of which all that is known are the others' 400
+    assert router.get_status()["outstanding_tokens"]["s0"] == len(prompt_of(50)) + 200 + 400
+    router.release_server("s0", "fourth")
+    router.report("fourth", 0, aborted=False)
+    router.release_server("s0", "third")
+    assert not router.report("third", 250, aborted=True)  # the trainer's abort
+    ask(router, "third", 50)
+    assert router.get_status()["outstanding_tokens"]["s0"] == len(prompt_of(50)) + 150
+    clock.now += 1.0
+    assert router._correct(clock.now) == {router._ledger.of("third")[0].order: 350}
+    assert router.get_status()["outstanding_tokens"]["s0"] == len(prompt_of(50)) + 50
