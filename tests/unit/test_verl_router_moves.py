@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -272,7 +273,7 @@ def test_a_stay_is_measured_by_what_the_replica_did_meanwhile() -> None:
     def measured(**stay: Any) -> None:
         found.append(stay)
 
-    def measured_tiers(*, tier_seconds: dict[int, float], **_: Any) -> None:
+    def measured_tiers(*, tier_seconds: Mapping[int, float], **_: Any) -> None:
         tiers.append(dict(tier_seconds))
 
     def response_ended(stays: list[Stay], **_: Any) -> None:
