@@ -85,6 +85,14 @@ def test_a_replica_added_again_keeps_its_requests() -> None:
     assert (found.running, found.load) == ({"a": 1, "b": 0, "c": 0}, {"a": 7, "b": 0, "c": 0})
 
 
+def test_an_empty_replica_has_exactly_nothing_outstanding() -> None:
+    found = ledger(*(held(name, "a", expected=expected) for name, expected in (("1", 0.1), ("2", 0.2), ("3", 0.3))))
+    for name in "123":
+        found.drop(name, "a")
+    assert 0.1 + 0.2 + 0.3 - 0.1 - 0.2 - 0.3 != 0
+    assert found.load["a"] == 0
+
+
 # -- conversations -----------------------------------------------------------------------------------------------------
 
 
