@@ -88,10 +88,12 @@ def part(tokens: list[int], stop_reason: str = "aborted", **fields: Any) -> Toke
     )
 
 
-def generate(rollout: Rollout, **params: Any) -> TokenOutput:
+def generate(rollout: Rollout, prompt: list[int] = PROMPT, **params: Any) -> TokenOutput:
     async def work() -> TokenOutput:
         client = MovingClient(OmegaConf.create({"actor_rollout_ref": {"rollout": SIZES}}), Handle(rollout))
-        return await client.generate("talk", prompt_ids=PROMPT, sampling_params=params)
+        output = await client.generate("talk", prompt_ids=prompt, sampling_params=params)
+        assert not client._server_request_ids  # nothing is kept of a request that has ended
+        return output
 
     return asyncio.run(asyncio.wait_for(work(), 20))
 
@@ -120,6 +122,13 @@ def test_a_moved_response_continues_with_the_rest_of_its_limit(params: dict[str,
     assert output.extra_fields == {"global_steps": 2, "min_global_steps": 1, "max_global_steps": 2}
 
 
+def test_a_response_may_move_more_than_once() -> None:
+    rollout = Rollout(part([1, 2]), part([3]), part([4, 5], "completed"))
+    assert generate(rollout, max_tokens=9).token_ids == [1, 2, 3, 4, 5]
+    assert rollout.asked[2]["prompt_ids"] == [*PROMPT, 1, 2, 3]
+    assert rollout.asked[2]["sampling_params"] == {"max_tokens": 6}
+
+
 def test_the_router_learns_what_the_server_calls_a_request() -> None:
     rollout = Rollout(part([1]), part([2], "completed"))
     generate(rollout)
@@ -129,16 +138,11 @@ def test_the_router_learns_what_the_server_calls_a_request() -> None:
     assert [each["request_id"] for each in rollout.acquired] == ["talk", "talk"]
 
 
-def test_the_default_limit_leaves_room_for_a_long_prompt() -> None:
-    rollout = Rollout(part([1, 2, 3]), part([4], "completed"))
-    sizes = dict(SIZES)
-
-    async def work() -> TokenOutput:
-        client = MovingClient(OmegaConf.create({"actor_rollout_ref": {"rollout": sizes}}), Handle(rollout))
-        return await client.generate("talk", prompt_ids=[7] * 15, sampling_params={})
-
-    asyncio.run(work())
-    assert rollout.asked[1]["sampling_params"] == {"max_tokens": 10 + 20 - 15 - 3}
+@pytest.mark.parametrize(("prompt", "first", "rest"), [(15, [1, 2, 3], 10 + 20 - 15 - 3), (40, [], 1)])
+def test_the_default_limit_leaves_room_for_a_long_prompt(prompt: int, first: list[int], rest: int) -> None:
+    rollout = Rollout(part(first), part([4], "completed"))
+    generate(rollout, [7] * prompt)
+    assert rollout.asked[1]["sampling_params"] == {"max_tokens": rest}
 
 
 @pytest.mark.parametrize("parts", [[[1, 2, 3, 4]], [[1, 2], [3, 4]]])

@@ -86,6 +86,7 @@ def test_a_failed_server_takes_its_requests_with_it() -> None:
     router.remove_servers(["s1"])
     assert router.get_status()["servers"] == {"s0": 3, "s2": 3}
     assert router.get_all_servers() == ["s0", "s2"]
+    assert len(router._conversations.busy) == 6  # pyright: ignore[reportPrivateUsage]
     lost = [request for request, server in at.items() if server == "s1"]
     assert {ask(router, request, i) for i, request in enumerate(lost)} == {"s0", "s2"}  # asked again elsewhere
     router.add_servers({"s1": Replica("s1")})
@@ -119,6 +120,16 @@ def test_a_turn_stays_at_home_only_while_it_pays() -> None:
     assert ask(router, "talk", [1] * 100) == other
     figures = router.take_metrics()
     assert (figures["equipoise/rollout/stayed"], figures["equipoise/rollout/left"]) == (2, 1)
+
+
+def test_a_replica_that_was_replaced_has_no_prefix() -> None:
+    router = routed(1)
+    answer(router, "talk", ask(router, "talk", 1))
+    router.remove_servers(["s0"])
+    router.add_servers({"s0": Replica("s0")})
+    ask(router, "talk", 1)
+    figures = router.take_metrics()
+    assert figures["equipoise/rollout/stayed"] == figures["equipoise/rollout/left"] == 0
 
 
 def test_the_sticky_cache_can_be_cleared() -> None:

@@ -157,6 +157,7 @@ def test_a_request_that_finishes_although_it_was_told_to_leave_holds_up_nothing(
     first, second = due(router, clock)
     leave(router, first)
     answer(router, second, "s0", 50)
+    assert second not in router._conversations.busy
     clock.now += 100.0
     router.check()
     figures = router.take_metrics()
@@ -197,6 +198,14 @@ def test_one_of_two_requests_under_the_same_id_does_not_move() -> None:
     ask(router, usual[0], [1])
     assert usual[0] not in due(router, clock)
     assert len(told(router)) > 0
+
+
+def test_a_second_request_under_the_same_id_does_not_take_the_place_of_the_one_that_moves() -> None:
+    router, clock, _ = crowded()
+    request = due(router, clock)[0]
+    ask(router, request, 5)
+    assert request in router._leaving
+    assert router.take_metrics()["equipoise/rollout/moves"] == 0
 
 
 def test_only_replicas_that_can_release_a_single_request_are_told_to() -> None:
@@ -255,8 +264,10 @@ def test_figures_of_moves_belong_to_one_rollout() -> None:
     for request in due(router, clock):
         leave(router, request)
     clock.now += 1.0
+    answer(router, told(router)[-1], "s1", 300)
     figures = router.take_metrics()
     assert figures["equipoise/rollout/predicted_saved_seconds"] > 0
+    assert not router._replay._stays
     clock.now += 1.0
     figures = router.take_metrics()
     assert figures["equipoise/rollout/predicted_saved_seconds"] == 0

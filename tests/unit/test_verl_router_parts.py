@@ -91,6 +91,7 @@ def test_an_empty_replica_has_exactly_nothing_outstanding() -> None:
         found.drop(name, "a")
     assert 0.1 + 0.2 + 0.3 - 0.1 - 0.2 - 0.3 != 0
     assert found.load["a"] == 0
+    assert not found._siblings  # nothing is kept of prompts that are done
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
@@ -148,6 +149,14 @@ def test_a_new_response_is_expected_anew_once_a_sibling_has_finished() -> None:
     lengths.next_rollout()
     assert lengths.of_new("p") == pytest.approx(500)  # the median of its history, with none of this rollout
     assert ExpectedLengths(limit=10, max_prompts=9).remaining(["p"], [0]) == [2.5]
+
+
+def test_expectations_of_forgotten_prompts_are_forgotten() -> None:
+    lengths = ExpectedLengths(limit=1000, max_prompts=3)
+    for prompt in range(10):
+        lengths.finish(prompt, 100)
+        lengths.of_new(prompt)
+    assert len(lengths._new) == len(lengths._known) == 3
 
 
 # -- moves -------------------------------------------------------------------------------------------------------------

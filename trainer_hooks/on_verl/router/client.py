@@ -86,9 +86,10 @@ class MovingClient(LLMServerClient):
             limit = min(limit, int(rollout.prompt_length) + limit - prompt_tokens)
         else:
             limit = int(sampling_params[key])
-        if generated >= max(limit, 1):
+        left = max(limit, 1) - generated  # vLLM too takes a limit below 1 for 1
+        if left < 1:
             return None
-        rest = {**sampling_params, key: limit - generated}
+        rest = {**sampling_params, key: left}
         if GENERATED_KEY in rest:
             rest[GENERATED_KEY] += generated
         return rest
