@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _rollout_sim(argv: list[str]) -> int:
     try:
-        from equipoise.report.rollout_sim.command import main as simulate
+        from equipoise.report.rollout_sim import main as simulate
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "matplotlib"):
             raise

@@ -8,6 +8,9 @@ from typing import Any, Literal, cast, get_args, get_type_hints
 
 from equipoise.errors import InvalidConfig, must, nearest
 
+TIERS = (64, 32, 16, 8, 4)
+"""Decode sizes unless others are asked for."""
+
 Planner = Literal["equipoise", "verl"]
 Cost = Literal["transformer", "token", "model", "fitted"]
 
@@ -23,15 +26,16 @@ class RolloutConfig:
     check_interval: int = 100
     """Decode steps between checks whether requests should move."""
 
-    tiers: list[int] = field(default_factory=lambda: [64, 32, 16, 8, 4])
+    tiers: list[int] = field(default_factory=lambda: list(TIERS))
     """Decode sizes in requests, falling. Requests move where the fullest replica then fits a smaller one."""
 
     multi_graph: bool = True
     """False: one decode shape; moves are planned by counts of requests and not by times of tiers."""
 
     transfer: Literal["none", "recompute", "kv"] = "recompute"
-    """How a request moves: not at all, as tokens that the receiver prefills, or with its cache ("kv": between engines
-    of :mod:`equipoise.rollout`, in verl the servers of a CPU run; verl's own cannot hand a cache out)."""
+    """How a request moves: not at all, as tokens that the receiver prefills, or with its cache. "recompute" works with
+    every engine, hence the default. "kv" needs engines that hand caches out: those of :mod:`equipoise.rollout`, in verl
+    the servers of a CPU run."""
 
     min_gain: float = 0.0
     """Least predicted seconds that justify moving; counts once step times are known from ``profile``."""

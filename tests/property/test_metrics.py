@@ -33,7 +33,7 @@ def merged(values: list[float], cuts: list[int]) -> dict[str, AnyMetric]:
 
 @QUICK
 @given(VALUES, st.lists(st.integers(0, 100), max_size=6))
-def test_f1_the_pieces_do_not_matter(values: list[float], cuts: list[int]) -> None:
+def test_the_pieces_do_not_matter(values: list[float], cuts: list[int]) -> None:
     found = eq.metric_values(merged(values, cuts))
     assert found["mean"] == pytest.approx(math.fsum(values) / len(values), rel=1e-12, abs=1e-12)
     assert (found["high"], found["low"]) == (max(values), min(values))
@@ -50,7 +50,7 @@ def test_merging_has_no_order_and_a_neutral_element(parts: list[tuple[float, int
     assert ((a + b) + c).count == (a + (b + c)).count
 
 
-def test_f1_micro_batches_of_8_and_2_log_the_same_number() -> None:
+def test_micro_batches_of_8_and_2_log_the_same_number() -> None:
     values, mask = torch.arange(32.0).reshape(16, 2), torch.ones(16, 2)
     mask[3:9, 1] = 0
 
@@ -61,8 +61,8 @@ def test_f1_micro_batches_of_8_and_2_log_the_same_number() -> None:
     assert logged(8) == logged(2) == float(values[mask.bool()].double().mean())
 
 
-def test_f2_four_mini_batches_twice_log_a_loss_per_optimizer_step() -> None:
-    """F2: the mean of eight steps, not their sum, however many micro-batches each had."""
+def test_four_mini_batches_twice_log_a_loss_per_optimizer_step() -> None:
+    """The mean of eight steps, not their sum, however many micro-batches each had."""
     steps: list[dict[str, AnyMetric]] = []
     losses = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     for i, target in enumerate(losses):
@@ -81,16 +81,16 @@ def test_f2_four_mini_batches_twice_log_a_loss_per_optimizer_step() -> None:
     assert found["token-sumloss"] == pytest.approx(8 * 4.5, abs=1e-12)  # eight tokens a step
 
 
-def test_f5_kl_of_two_equal_micro_batches() -> None:
+def test_kl_of_two_equal_micro_batches() -> None:
     parts = [{"kl": eq.Metric.of(torch.full((2, 5), kl, dtype=torch.float64), torch.ones(2, 5))} for kl in (0.1, 0.3)]
     assert eq.merge_metrics(parts)["kl"].value == pytest.approx(0.2, abs=1e-15)
 
 
 def test_kinds_do_not_mix_whatever_the_name() -> None:
     largest: AnyMetric = eq.Metric.max(1.0)
-    with pytest.raises(eq.InvalidInput, match="other must be a Metric, got 'MaxMetric'"):
+    with pytest.raises(eq.InvalidInput, match=r"other.*'MaxMetric'"):
         eq.Metric(1, 1).merge(largest)
-    with pytest.raises(eq.InvalidInput, match="metric 'x' must be a MinMetric everywhere, got 'MaxMetric'"):
+    with pytest.raises(eq.InvalidInput, match=r"'x'.*MinMetric.*'MaxMetric'"):
         eq.merge_metrics([{"x": eq.Metric.min(1.0)}, {"x": largest}])
     named_max: dict[str, AnyMetric] = {"ratio_max": eq.Metric(4.0, 2)}
     assert eq.merge_metrics([named_max, named_max])["ratio_max"].value == 2.0
@@ -115,7 +115,7 @@ def test_jagged_values_are_logged_like_padded_ones() -> None:
     values = torch.nested.as_nested_tensor([torch.tensor([1.0, 5.0]), torch.tensor([3.0])], layout=torch.jagged)
     mask = torch.nested.as_nested_tensor([torch.tensor([1, 0]), torch.tensor([1])], layout=torch.jagged)
     assert eq.Metric.of(values, mask).value == 2.0
-    with pytest.raises(eq.InvalidInput, match=r"values must have the mask's shape \(3,\), got \(1,\)"):
+    with pytest.raises(eq.InvalidInput, match=r"values.*\(3,\).*\(1,\)"):
         eq.Metric.of(torch.ones(1), torch.ones(3))
 
 
@@ -131,11 +131,11 @@ def test_what_counted_nothing_is_left_out() -> None:
 
 
 def test_wrong_parts_are_refused() -> None:
-    with pytest.raises(eq.InvalidInput, match="count must be at least 0, got -1"):
+    with pytest.raises(eq.InvalidInput, match=r"count.*-1"):
         eq.Metric(1, -1)
-    with pytest.raises(eq.InvalidInput, match="sum must be one number"):
+    with pytest.raises(eq.InvalidInput, match="sum"):
         eq.Metric(torch.ones(2), 1)
-    with pytest.raises(eq.InvalidInput, match="metric 'x' must be a Metric, got 'float'"):
+    with pytest.raises(eq.InvalidInput, match=r"'x'.*'float'"):
         eq.reduce_metrics({"x": 1.0})  # pyright: ignore[reportArgumentType]
 
 

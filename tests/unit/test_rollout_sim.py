@@ -10,10 +10,10 @@ import pytest
 import equipoise as eq
 from equipoise._arrays import IntArray
 from equipoise.cli import main
-from equipoise.report.rollout_sim.compare import Comparison, bound_seconds, compare
-from equipoise.report.rollout_sim.decode import Policy, Snapshot, simulate
-from equipoise.report.rollout_sim.policies import Ours, contestants, recipe, siblings_apart, side_by_side
-from equipoise.report.rollout_sim.setting import LengthLaw, Responses, Setting
+from equipoise.report.compare import Comparison, bound_seconds, compare
+from equipoise.report.policies import Ours, contestants, recipe, siblings_apart, side_by_side
+from equipoise.report.setting import LengthLaw, Responses, Setting
+from equipoise.report.simulation import Policy, Snapshot, simulate
 
 LAW = LengthLaw(median=120.0, longest=900)
 TIERS = np.array([4, 8, 16, 32, 64])

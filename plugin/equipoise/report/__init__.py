@@ -1,1 +1,1 @@
-"""Tables, pictures and simulations for people."""
+"""For people: what a run would take or took, as tables and pictures."""

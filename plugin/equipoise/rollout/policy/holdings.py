@@ -1,4 +1,4 @@
-"""The requests of a group of ranks as arrays, and the checks that they pass first."""
+"""What ranks hold: their requests as arrays, and the checks that they pass first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class Holdings:
     """Requests in rank order: those of rank 0 first. Arrays are per request, shape (n,), or per rank, shape (ranks,).
 
     Attributes:
@@ -39,7 +39,7 @@ class Group:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the group, those without requests too."""
+        """Number of ranks, those without requests too."""
         return self.held.size
 
     @cached_property
@@ -149,7 +149,7 @@ def check_room(ranks: Sequence[Sequence[Request]], slots: IntArray) -> None:
     if num_running > room:
         least = -(-num_running // slots.size)
         remedy = f"give each rank at least {least} slots, or mark those that wait with running=False"
-        raise InfeasiblePlan(must("slots", f"hold the {num_running} running requests of the group", room, remedy))
+        raise InfeasiblePlan(must("slots", f"hold the {num_running} running requests of all ranks", room, remedy))
 
 
 def gather(
@@ -159,7 +159,7 @@ def gather(
     tokens: bool = True,
     tokens_if_waiting: bool = True,
     lengths: bool = True,
-) -> Group:
+) -> Holdings:
     """The arrays of these requests.
 
     Args:
@@ -174,13 +174,13 @@ def gather(
     cache = np.fromiter((r.kv_tokens if r.running else -1 for row in ranks for r in row), np.int64, count)
     remaining = np.fromiter((r.expected_remaining for row in ranks for r in row), np.float64, count)  # NaN for None
     num_tokens, unknown, running = np.zeros(count, dtype=np.int64), np.isnan(remaining), cache >= 0
-    doubles = bool(unknown.any()) and (lengths or not bool(unknown.all()))  # see Group.expected
+    doubles = bool(unknown.any()) and (lengths or not bool(unknown.all()))  # see Holdings.expected
     if tokens or doubles or (tokens_if_waiting and not bool(running.all())):
         num_tokens = np.fromiter((r.num_tokens for row in ranks for r in row), np.int64, count)
     marks = np.zeros(count, dtype=np.bool_)
     if moved:
         marks = np.fromiter((r.id in moved for row in ranks for r in row), np.bool_, count)
-    return Group(
+    return Holdings(
         held=held,
         kv_tokens=np.maximum(cache, 0, out=cache),
         num_tokens=num_tokens,

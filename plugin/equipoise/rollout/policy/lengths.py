@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from statistics import median
 from typing import Any
@@ -26,6 +26,7 @@ class LengthModel:
     Args:
         window: earlier rollouts of a prompt that its running median spans, in responses.
         weight: responses that the prior counts for, above 0.
+        max_prompts: prompts that are remembered; beyond, the one forgotten is that used longest ago.
 
     Source: B. Epstein, M. Sobel, Life testing, J. Am. Stat. Assoc. 48 (1953) 486-502.
 
@@ -36,15 +37,18 @@ class LengthModel:
     [2000.0, 3500.0, 3500.0]
     """
 
-    def __init__(self, *, window: int = 16, weight: float = 2.0) -> None:
+    def __init__(self, *, window: int = 16, weight: float = 2.0, max_prompts: int = 65536) -> None:
         if not is_whole(window, 1):
             raise InvalidInput(must("window", "be at least 1", window, "pass how many responses the median spans"))
         if not is_amount(weight) or weight == 0:
             raise InvalidInput(must("weight", "be finite and above 0", weight, "pass how many responses it counts for"))
+        if not is_whole(max_prompts, 1):
+            raise InvalidInput(must("max_prompts", "be at least 1", max_prompts, "pass how many are remembered"))
         self._window = window
         self._weight = weight
-        self._history: dict[Hashable, deque[int]] = {}
-        self._finished: dict[Hashable, list[int]] = {}
+        self._max_prompts = max_prompts
+        self._history: OrderedDict[Hashable, deque[int]] = OrderedDict()
+        self._finished: OrderedDict[Hashable, list[int]] = OrderedDict()
 
     def finish(self, prompt: Hashable, length: int) -> None:
         """Take note of a response of ``length`` tokens that is done."""
@@ -52,15 +56,20 @@ class LengthModel:
             raise InvalidInput(must("length", "be at least 0", length, "pass the tokens of the response"))
         _check_hashable([prompt])
         self._finished.setdefault(prompt, []).append(length)
+        self._finished.move_to_end(prompt)
+        self._use([prompt])
+        self._forget(self._finished)
 
     def next_rollout(self) -> None:
         """Start a new rollout: what finished becomes history."""
         for prompt, lengths in self._finished.items():
             self._history.setdefault(prompt, deque(maxlen=self._window)).extend(lengths)
+            self._history.move_to_end(prompt)
         self._finished.clear()
+        self._forget(self._history)
 
     def expect(self, prompts: Sequence[Hashable], generated: Any) -> FloatArray:
-        """Expected remaining tokens of the running requests of the whole group, shape (n,).
+        """Expected remaining tokens of the running requests of all ranks, shape (n,).
 
         Args:
             prompts: prompt of each, shape (n,).
@@ -75,11 +84,21 @@ class LengthModel:
             rule = f"be a count of at least 0 for each of {len(prompts)} requests"
             raise InvalidInput(must("generated", rule, tokens.shape, "pair prompts and counts"))
         tokens = tokens.astype(np.float64)
+        self._use(prompts)
         number = {prompt: i for i, prompt in enumerate(dict.fromkeys([*self._finished, *prompts]))}
         index = np.array([number[prompt] for prompt in prompts], dtype=np.int64)
         finished = [(number[prompt], length) for prompt, lengths in self._finished.items() for length in lengths]
         medians = np.array([self._median(prompt) for prompt in number], dtype=np.float64)
         return expected_remaining(index, tokens, _columns(finished), medians, weight=self._weight)
+
+    def _use(self, prompts: Sequence[Hashable]) -> None:
+        for prompt in prompts:
+            if prompt in self._history:
+                self._history.move_to_end(prompt)
+
+    def _forget(self, memory: OrderedDict[Hashable, Any]) -> None:
+        while len(memory) > self._max_prompts:
+            memory.popitem(last=False)
 
     def _median(self, prompt: Hashable) -> float:
         past = self._history.get(prompt)

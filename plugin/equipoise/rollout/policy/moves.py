@@ -10,10 +10,11 @@ import numpy as np
 
 from equipoise._arrays import FloatArray, IntArray, int_sums, sums
 from equipoise._checks import is_amount
+from equipoise.config import TIERS
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.policy.holdings import (
     NO_LIMIT,
-    Group,
+    Holdings,
     check_room,
     checked_ids,
     checked_ranks,
@@ -21,9 +22,9 @@ from equipoise.rollout.policy.holdings import (
     gather,
     per_rank,
 )
-from equipoise.rollout.policy.requests import Move, Request, as_moves
+from equipoise.rollout.policy.requests import Move, Request
 from equipoise.rollout.policy.victims import deal, fit, pick, quotas
-from equipoise.rollout.policy.worth import StepTime, TransferCost, exchange_seconds, kept_by_waiting, saved_seconds
+from equipoise.rollout.policy.worth import StepSeconds, TransferCost, exchange_seconds, kept_by_waiting, saved_seconds
 
 VICTIMS = ("kv", "longest")
 
@@ -36,7 +37,7 @@ class Terms:
     slots: IntArray
     kv_capacity: IntArray
     min_gain: float = 0.0
-    step_time: StepTime | None = None
+    step_time: StepSeconds | None = None
     transfer: TransferCost = field(default_factory=TransferCost)
     victims: str = "kv"
     hysteresis: float = 0.0
@@ -90,10 +91,10 @@ class Terms:
 def plan_rebalance(
     requests_by_rank: Sequence[Sequence[Request] | None],
     *,
-    tiers: Sequence[int] = (64, 32, 16, 8, 4),
+    tiers: Sequence[int] = TIERS,
     slots: int | Sequence[int] | None = None,
     min_gain: float = 0.0,
-    step_time: StepTime | None = None,
+    step_time: StepSeconds | None = None,
     kv_capacity: int | Sequence[int] | None = None,
     transfer: TransferCost | None = None,
     victims: str = "kv",
@@ -103,7 +104,7 @@ def plan_rebalance(
     steps_to_next_check: int = 0,
     most_steps: float = float("inf"),
 ) -> list[Move]:
-    """Moves after which every rank fits the smallest decode tier that the whole group can reach.
+    """Moves after which every rank fits the smallest decode tier that all ranks can reach.
 
     Ranks that decode in step all pay the tier of the fullest, the smallest tier T ≥ max n. With n requests on a rank,
     T is in reach if Σ max(n - T, 0) ≤ Σ max(min(T, slots) - n, 0); then exactly Σ max(n - T, 0) requests move, no fewer
@@ -117,8 +118,8 @@ def plan_rebalance(
     seconds of the exchange + min_gain; if not, the next larger one is tried.
 
     Args:
-        requests_by_rank: unfinished requests of each rank of the group, running and waiting; [] for an idle rank.
-        tiers: decode-graph sizes in requests, falling. Nothing moves for a group that the largest cannot hold either.
+        requests_by_rank: unfinished requests of each rank, running and waiting; [] for an idle rank.
+        tiers: decode-graph sizes in requests, falling. Nothing moves where the largest could not hold them either.
         slots: most requests that a rank can hold, one number or one for each rank.
         min_gain: least predicted seconds that justify moving; needs ``step_time``.
         step_time: seconds of a decode step from the tier and the KV tokens of the fullest rank.
@@ -170,45 +171,45 @@ def plan_rebalance(
         return []
     none: Sequence[Request] = ()
     crowded = [requests if len(requests) > low else none for requests in ranks]  # all that can send
-    group = gather(
+    holdings = gather(
         crowded if terms.looks_at_counts_only else ranks,
         before,
         tokens=terms.prefills,
         tokens_if_waiting=terms.limits_memory,
         lengths=terms.needs_lengths,
     )
-    moving, to = plan_group(group, terms, held=held)
-    sender = group.rank[moving]
-    others = np.cumsum(group.held - np.where(held > low, held, 0))
+    moving, to = plan_moves(holdings, terms, held=held)
+    sender = holdings.rank[moving]
+    others = np.cumsum(holdings.held - np.where(held > low, held, 0))
     at: list[int] = (moving - others[sender]).tolist()
     ids = [request.id for requests in crowded for request in requests]
-    return as_moves(sender, to, [ids[i] for i in at])
+    return list(map(Move, sender.tolist(), to.tolist(), (ids[i] for i in at)))
 
 
-def plan_group(group: Group, terms: Terms, *, held: IntArray | None = None) -> tuple[IntArray, IntArray]:
+def plan_moves(holdings: Holdings, terms: Terms, *, held: IntArray | None = None) -> tuple[IntArray, IntArray]:
     """Indices of the requests that move and the rank each goes to: `plan_rebalance` on arrays, without its checks.
 
     Args:
-        group: the requests; where only counts are looked at, those of crowded ranks suffice.
+        holdings: the requests; where only counts are looked at, those of crowded ranks suffice.
         terms: what to keep to.
-        held: requests of each rank where ``group`` leaves some out.
+        held: requests of each rank where ``holdings`` leaves some out.
     """
-    counts = group.held if held is None else held
-    waiting = fill_idle(group, terms, counts)
+    counts = holdings.held if held is None else held
+    waiting = fill_idle(holdings, terms, counts)
     if waiting[0].size:
         return waiting
     for tier in lower_tiers(counts, terms):
         excess = np.maximum(counts - tier, 0)
-        leaving = pick(group, excess, longest=terms.victims == "longest")
-        to = _place(group, leaving, _room(counts, tier, terms), terms)
-        if to is not None and _pays(group, leaving, to, tier, terms):
+        leaving = pick(holdings, excess, longest=terms.victims == "longest")
+        to = _place(holdings, leaving, _room(counts, tier, terms), terms)
+        if to is not None and _pays(holdings, leaving, to, tier, terms):
             return leaving, to
     nothing = np.zeros(0, dtype=np.int64)
     return nothing, nothing
 
 
 def lower_tiers(held: IntArray, terms: Terms) -> list[int]:
-    """Tiers below the group's own that it can reach, the smallest first."""
+    """Tiers below the present one that all ranks can reach, the smallest first."""
     if held.size < 2:
         return []
     most = int(held.max())
@@ -220,10 +221,10 @@ def lower_tiers(held: IntArray, terms: Terms) -> list[int]:
     ]
 
 
-def fill_idle(group: Group, terms: Terms, held: IntArray) -> tuple[IntArray, IntArray]:
+def fill_idle(holdings: Holdings, terms: Terms, held: IntArray) -> tuple[IntArray, IntArray]:
     """Requests that wait on ranks without a free slot, and the free slots elsewhere that they go to.
 
-    No rank gets more than the tier that the group decodes at by now.
+    No rank gets more than the tier that ranks decode at by now.
     """
     nothing = np.zeros(0, dtype=np.int64)
     over = held > terms.slots
@@ -232,11 +233,11 @@ def fill_idle(group: Group, terms: Terms, held: IntArray) -> tuple[IntArray, Int
     decoding = int(np.minimum(held, terms.slots).max())
     own = min(int(np.searchsorted(terms.tiers, decoding)), terms.tiers.size - 1)
     room = _room(held, int(terms.tiers[own]), terms)
-    waits = int_sums(group.rank, (~group.running).astype(np.int64), group.num_ranks)
+    waits = int_sums(holdings.rank, (~holdings.running).astype(np.int64), holdings.num_ranks)
     spare = np.where(over, np.minimum(held - terms.slots, waits), 0)
     leave = quotas(min(int(room.sum()), int(spare.sum())), spare)
-    leaving = pick(group, leave, longest=terms.victims == "longest")
-    to = _place(group, leaving, room, terms)
+    leaving = pick(holdings, leave, longest=terms.victims == "longest")
+    to = _place(holdings, leaving, room, terms)
     return (leaving, to) if to is not None else (nothing, nothing)
 
 
@@ -244,32 +245,32 @@ def _room(held: IntArray, tier: int, terms: Terms) -> IntArray:
     return np.maximum(np.minimum(terms.slots, tier) - held, 0)
 
 
-def _place(group: Group, leaving: IntArray, room: IntArray, terms: Terms) -> IntArray | None:
+def _place(holdings: Holdings, leaving: IntArray, room: IntArray, terms: Terms) -> IntArray | None:
     if terms.limits_memory:
-        return fit(group, leaving, room, terms.kv_capacity)
-    weight = group.kv_tokens.astype(np.float64)
+        return fit(holdings, leaving, room, terms.kv_capacity)
+    weight = holdings.kv_tokens.astype(np.float64)
     load: FloatArray = np.zeros(room.size)
     if terms.victims == "longest":
-        weight = group.expected
-        load = sums(group.rank, weight, room.size)  # of a receiver: nothing leaves it
+        weight = holdings.expected
+        load = sums(holdings.rank, weight, room.size)  # of a receiver: nothing leaves it
     return deal(weight[leaving], quotas(leaving.size, room), load)
 
 
-def _pays(group: Group, leaving: IntArray, to: IntArray, tier: int, terms: Terms) -> bool:
+def _pays(holdings: Holdings, leaving: IntArray, to: IntArray, tier: int, terms: Terms) -> bool:
     if terms.step_time is None:
         return True
-    ranks, kv = group.num_ranks, group.kv_tokens
-    before = int_sums(group.rank, kv, ranks)
-    after = before - int_sums(group.rank[leaving], kv[leaving], ranks) + int_sums(to, kv[leaving], ranks)
+    ranks, kv = holdings.num_ranks, holdings.kv_tokens
+    before = int_sums(holdings.rank, kv, ranks)
+    after = before - int_sums(holdings.rank[leaving], kv[leaving], ranks) + int_sums(to, kv[leaving], ranks)
     context = float(before.max()), float(after.max())
-    saved = saved_seconds(group, tier, terms.tiers, terms.step_time, context, terms.most_steps)
-    cost = exchange_seconds(group, leaving, to, terms.transfer)
+    saved = saved_seconds(holdings, tier, terms.tiers, terms.step_time, context, terms.most_steps)
+    cost = exchange_seconds(holdings, leaving, to, terms.transfer)
     if not (saved > 0 and saved >= (1 + terms.hysteresis) * cost + terms.min_gain):
         return False
     if not terms.kv_price:
         return True
     steps = terms.steps_to_next_check
-    most = int(group.held.max())
+    most = int(holdings.held.max())
     own = int(terms.tiers[np.searchsorted(terms.tiers, most)]) if most <= int(terms.tiers[-1]) else most
     lost = steps * (terms.step_time(own, context[0]) - terms.step_time(tier, context[1]))
-    return terms.kv_price * kept_by_waiting(group, leaving, tier, steps) <= lost
+    return terms.kv_price * kept_by_waiting(holdings, leaving, tier, steps) <= lost

@@ -18,7 +18,7 @@ def spread_siblings(group_ids: Sequence[Hashable], num_ranks: int) -> IntArray:
 
     Args:
         group_ids: prompt group of each request, shape (n,).
-        num_ranks: ranks of the group, at least 1.
+        num_ranks: ranks that decode, at least 1.
 
     Raises:
         InvalidInput: ``num_ranks`` is no whole number of at least 1, or an id is not hashable.

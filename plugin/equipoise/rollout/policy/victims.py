@@ -7,13 +7,13 @@ import heapq
 import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray, IntArray, iota, sums
-from equipoise.rollout.policy.holdings import NO_LIMIT, Group
+from equipoise.rollout.policy.holdings import NO_LIMIT, Holdings
 
 _ROWS = 64  # ranks that are sorted at once: small arrays stay in the processor's cache
 _OWN_PLACE = 2**21  # whole numbers below it need no place: three keys and a column fit into 62 bits
 
 
-def pick(group: Group, excess: IntArray, *, longest: bool) -> IntArray:
+def pick(holdings: Holdings, excess: IntArray, *, longest: bool) -> IntArray:
     """The ``excess`` requests of each rank that leave it, rank by rank, shape (Σ excess,).
 
     Those that wait go first, for they have no KV cache; then the smallest KV caches or, with ``longest``, those that
@@ -21,30 +21,30 @@ def pick(group: Group, excess: IntArray, *, longest: bool) -> IntArray:
     before leaves only where the others do not suffice.
 
     Args:
-        group: the requests, of the ranks with excess at least.
+        holdings: the requests, of the ranks with excess at least.
         excess: requests that leave each rank, at most those that it holds, shape (ranks,).
         longest: prefer long expected ones to small caches.
     """
     donors = np.flatnonzero(excess)
     if donors.size == 0:
         return iota(0)
-    known = longest or not bool(np.isnan(group.remaining[(excess > 0)[group.rank]]).all())
+    known = longest or not bool(np.isnan(holdings.remaining[(excess > 0)[holdings.rank]]).all())
     leaving: list[IntArray] = []
     for some in np.split(donors, range(_ROWS, donors.size, _ROWS)):
-        column = iota(int(group.held[some].max()))
-        filled = column < group.held[some, None]
-        at = np.where(filled, group.first[some, None] + column, 0)
-        order = _in_order(_keys(group, at, longest=longest, known=known), filled)
+        column = iota(int(holdings.held[some].max()))
+        filled = column < holdings.held[some, None]
+        at = np.where(filled, holdings.first[some, None] + column, 0)
+        order = _in_order(_keys(holdings, at, longest=longest, known=known), filled)
         leaving.append(np.take_along_axis(at, order, axis=1)[column < excess[some, None]])
     return np.concatenate(leaving)
 
 
-def _keys(group: Group, at: IntArray, *, longest: bool, known: bool) -> list[IntArray | FloatArray]:
+def _keys(holdings: Holdings, at: IntArray, *, longest: bool, known: bool) -> list[IntArray | FloatArray]:
     """Sort keys of the requests ``at``, the one that decides first."""
-    cache = 2 * group.kv_tokens[at] + group.running[at]
+    cache = 2 * holdings.kv_tokens[at] + holdings.running[at]
     if longest:
-        return [group.running[at] + 2 * group.moved[at], -group.expected[at], cache]
-    return [group.moved[at].astype(np.int64), cache, *([-group.expected[at]] if known else [])]
+        return [holdings.running[at] + 2 * holdings.moved[at], -holdings.expected[at], cache]
+    return [holdings.moved[at].astype(np.int64), cache, *([-holdings.expected[at]] if known else [])]
 
 
 def _in_order(keys: list[IntArray | FloatArray], filled: BoolArray) -> IntArray:
@@ -118,21 +118,21 @@ def deal(weight: FloatArray, share: IntArray, load: FloatArray) -> IntArray:
     return to
 
 
-def fit(group: Group, leaving: IntArray, room: IntArray, capacity: IntArray) -> IntArray | None:
+def fit(holdings: Holdings, leaving: IntArray, room: IntArray, capacity: IntArray) -> IntArray | None:
     """Receivers within their memory, largest request first, or None where this finds no place for one.
 
     A request that waits needs room for its tokens as well, for it is prefilled where it arrives.
 
     Args:
-        group: all requests of all ranks.
+        holdings: all requests of all ranks.
         leaving: indices of those that leave.
         room: requests that each rank can take, shape (ranks,).
         capacity: KV tokens that each rank can hold, shape (ranks,).
     """
-    need = np.where(group.running, group.kv_tokens, group.num_tokens)
+    need = np.where(holdings.running, holdings.kv_tokens, holdings.num_tokens)
     stays: BoolArray = np.ones(need.size, dtype=np.bool_)
     stays[leaving] = False
-    used = sums(group.rank[stays], need[stays].astype(np.float64), group.num_ranks).astype(np.int64)
+    used = sums(holdings.rank[stays], need[stays].astype(np.float64), holdings.num_ranks).astype(np.int64)
     free: IntArray = capacity - used
     to = np.empty(leaving.size, dtype=np.int64)
     order = np.argsort(-need[leaving], kind="stable")

@@ -10,12 +10,12 @@ import numpy as np
 from equipoise._arrays import FloatArray, IntArray, int_sums, sums
 from equipoise._checks import is_amount
 from equipoise.errors import InvalidInput, must
-from equipoise.rollout.policy.holdings import Group
+from equipoise.rollout.policy.holdings import Holdings
 
 _HALVINGS = 14
 
-StepTime = Callable[[int, float], float]
-"""Seconds of one decode step from the tier and the KV tokens of the fullest rank."""
+StepSeconds = Callable[[int, float], float]
+"""Seconds of one decode step from the tier and the KV tokens of the fullest rank: `StepTime` is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,58 +51,58 @@ class TransferCost:
         return self.latency_s + link * self.kv_s_per_token + prefill * self.prefill_s_per_token
 
 
-def exchange_seconds(group: Group, moving: IntArray, to: IntArray, cost: TransferCost) -> float:
+def exchange_seconds(holdings: Holdings, moving: IntArray, to: IntArray, cost: TransferCost) -> float:
     """Predicted seconds that all ranks wait while these requests move."""
-    kv, ranks = group.kv_tokens[moving], group.num_ranks
+    kv, ranks = holdings.kv_tokens[moving], holdings.num_ranks
     prefilled: IntArray = np.zeros(1, dtype=np.int64)
     if cost.prefill_s_per_token:
-        prefilled = int_sums(to, np.where(group.running[moving], group.num_tokens[moving], 0), ranks)
-    return cost.seconds(int_sums(group.rank[moving], kv, ranks), int_sums(to, kv, ranks), prefilled)
+        prefilled = int_sums(to, np.where(holdings.running[moving], holdings.num_tokens[moving], 0), ranks)
+    return cost.seconds(int_sums(holdings.rank[moving], kv, ranks), int_sums(to, kv, ranks), prefilled)
 
 
 def saved_seconds(
-    group: Group,
+    holdings: Holdings,
     target: int,
     tiers: IntArray,
-    step_time: StepTime,
+    step_time: StepSeconds,
     context: tuple[float, float],
     most_steps: float = float("inf"),
 ) -> float:
     """Predicted seconds that reaching ``target`` now saves over waiting for requests to finish.
 
-    Σ over the tiers above ``target`` of (steps that the group would stay in the tier) × (time of the tier - time of
+    Σ over the tiers above ``target`` of (steps that ranks would stay in the tier) × (time of the tier - time of
     ``target``). A request of expected remaining length m is taken to be done after s steps with probability
-    1 - exp(-s / m); the group falls to a tier once the mean count of each rank has. The saving is predicted low: chance
+    1 - exp(-s / m); ranks fall to a tier once the mean count of each has. The saving is predicted low: chance
     keeps the fullest rank above its mean, and after the moves the tier would fall further, too.
 
     Args:
-        group: all requests.
-        target: the tier that the group would reach.
+        holdings: all requests.
+        target: the tier that ranks would reach.
         tiers: all tiers, from small to large.
         step_time: of a step.
         context: KV tokens of the fullest rank without the moves and after them.
         most_steps: that any request can still last.
     """
-    most = int(group.held.max())
+    most = int(holdings.held.max())
     now = int(tiers[np.searchsorted(tiers, most)]) if most <= int(tiers[-1]) else most
     falls = [int(tier) for tier in tiers if target <= tier < now][::-1]
     after, reached, saved = step_time(target, context[1]), 0.0, 0.0
     for tier, next_tier in zip([now, *falls], falls, strict=False):
-        until = min(max(_steps_until(group, next_tier), reached), most_steps)
+        until = min(max(_steps_until(holdings, next_tier), reached), most_steps)
         saved += (until - reached) * (step_time(tier, context[0]) - after)
         reached = until
     return saved
 
 
-def _steps_until(group: Group, tier: int) -> float:
+def _steps_until(holdings: Holdings, tier: int) -> float:
     """Steps until each rank's mean count is down to ``tier`` if none moves: s with Σ exp(-s / m) = ``tier``."""
-    over = group.held > tier
+    over = holdings.held > tier
     if not over.any():
         return 0.0
-    mine = over[group.rank]
-    rank, mean = (np.cumsum(over) - 1)[group.rank[mine]], np.maximum(group.expected[mine], 1.0)
+    mine = over[holdings.rank]
+    rank, mean = (np.cumsum(over) - 1)[holdings.rank[mine]], np.maximum(holdings.expected[mine], 1.0)
     low = np.zeros(int(over.sum()))
-    high = float(mean.max()) * np.log(group.held[over] / tier)  # as if all lasted as long as the longest
+    high = float(mean.max()) * np.log(holdings.held[over] / tier)  # as if all lasted as long as the longest
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         more = sums(rank, np.exp(-middle[rank] / mean), low.size) > tier
@@ -115,19 +115,19 @@ def _steps_until(group: Group, tier: int) -> float:
     return float(high.max())
 
 
-def kept_by_waiting(group: Group, leaving: IntArray, target: int, steps: int) -> float:
+def kept_by_waiting(holdings: Holdings, leaving: IntArray, target: int, steps: int) -> float:
     """KV tokens that moving ``steps`` later is expected to send less, as requests finish by themselves meanwhile.
 
     Requests finish as in `saved_seconds`; the excess of a rank is taken as normal about its mean.
     """
-    rank = group.rank
-    crowded = (group.held > target)[rank]
-    survive = np.exp(-steps / np.maximum(group.expected[crowded], 1.0))
-    mean = sums(rank[crowded], survive, group.num_ranks) - target
-    spread = np.sqrt(np.maximum(sums(rank[crowded], survive * (1 - survive), group.num_ranks), 1e-12))
-    later = np.where(group.held > target, _positive_part(mean, spread), 0.0)
-    moving = np.bincount(rank[leaving], minlength=group.num_ranks)
-    tokens = sums(rank[leaving], group.kv_tokens[leaving].astype(np.float64), group.num_ranks)
+    rank = holdings.rank
+    crowded = (holdings.held > target)[rank]
+    survive = np.exp(-steps / np.maximum(holdings.expected[crowded], 1.0))
+    mean = sums(rank[crowded], survive, holdings.num_ranks) - target
+    spread = np.sqrt(np.maximum(sums(rank[crowded], survive * (1 - survive), holdings.num_ranks), 1e-12))
+    later = np.where(holdings.held > target, _positive_part(mean, spread), 0.0)
+    moving = np.bincount(rank[leaving], minlength=holdings.num_ranks)
+    tokens = sums(rank[leaving], holdings.kv_tokens[leaving].astype(np.float64), holdings.num_ranks)
     each = tokens / np.maximum(moving, 1)
     return float((tokens - later * (each + steps)).sum())
 

@@ -6,7 +6,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from equipoise.report.rollout_sim.compare import Comparison
+from equipoise.report.compare import Comparison
 
 
 def table(comparison: Comparison) -> Table:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import equipoise as eq
 from equipoise._arrays import IntArray
-from equipoise.rollout.policy.holdings import Group, gather
-from equipoise.rollout.policy.requests import as_moves
+from equipoise.rollout.policy.holdings import Holdings, gather
 from equipoise.rollout.policy.victims import fit, pick
 from equipoise.rollout.policy.worth import saved_seconds
 
@@ -196,7 +195,7 @@ def test_the_same_state_gives_the_same_plan(ranks: list[list[eq.Request]]) -> No
 
 
 @st.composite
-def crowds(draw: st.DrawFn) -> tuple[Group, IntArray]:
+def crowds(draw: st.DrawFn) -> tuple[Holdings, IntArray]:
     """Few values each, so that keys tie; and how many leave each rank."""
     count = draw(st.integers(1, 100))  # ranks: more than are sorted at once
     held = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
@@ -222,37 +221,37 @@ def crowds(draw: st.DrawFn) -> tuple[Group, IntArray]:
 
 @given(case=crowds(), longest=st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_victims_are_those_of_a_plain_sort(case: tuple[Group, IntArray], longest: bool) -> None:
-    group, excess = case
-    donors = excess[group.rank] > 0
-    known = bool((~np.isnan(group.remaining[donors])).any())
+def test_victims_are_those_of_a_plain_sort(case: tuple[Holdings, IntArray], longest: bool) -> None:
+    holdings, excess = case
+    donors = excess[holdings.rank] > 0
+    known = bool((~np.isnan(holdings.remaining[donors])).any())
     expected: list[int] = []
     for rank, number in enumerate(excess.tolist()):
-        mine: list[int] = np.flatnonzero(group.rank == rank).tolist()
+        mine: list[int] = np.flatnonzero(holdings.rank == rank).tolist()
 
         def key(i: int) -> tuple[float, ...]:
-            runs, moved, left = bool(group.running[i]), bool(group.moved[i]), -float(group.expected[i])
-            cache = float(2 * group.kv_tokens[i] + runs)
+            runs, moved, left = bool(holdings.running[i]), bool(holdings.moved[i]), -float(holdings.expected[i])
+            cache = float(2 * holdings.kv_tokens[i] + runs)
             return (moved, runs, left, cache, i) if longest else (moved, cache, left if known else 0.0, i)
 
         expected += sorted(mine, key=key)[:number]
-    assert pick(group, excess, longest=longest).tolist() == expected
+    assert pick(holdings, excess, longest=longest).tolist() == expected
 
 
 @given(case=crowds(), spare=st.integers(1, 12), space=st.integers(1, 30), seed=st.integers(0, 99))
 @settings(max_examples=200, deadline=None)
 def test_places_within_memory_are_those_of_a_plain_search(
-    case: tuple[Group, IntArray], spare: int, space: int, seed: int
+    case: tuple[Holdings, IntArray], spare: int, space: int, seed: int
 ) -> None:
-    group, excess = case
-    leaving = pick(group, excess, longest=False)
+    holdings, excess = case
+    leaving = pick(holdings, excess, longest=False)
     room = np.where(excess > 0, 0, spare)
-    need: list[int] = np.where(group.running, group.kv_tokens, group.num_tokens).tolist()
+    need: list[int] = np.where(holdings.running, holdings.kv_tokens, holdings.num_tokens).tolist()
     unit = min([size for size in need if size], default=1)
     free: list[int] = [int(n) * unit for n in np.random.default_rng(seed).integers(0, space + 1, room.size)]
     capacity = np.array(free, dtype=np.int64)
     for i in set(range(len(need))) - set(leaving.tolist()):
-        capacity[group.rank[i]] += need[i]
+        capacity[holdings.rank[i]] += need[i]
     got = [0] * room.size
     to: dict[int, int] = {}
     for i in sorted(leaving.tolist(), key=need.__getitem__, reverse=True):
@@ -262,7 +261,7 @@ def test_places_within_memory_are_those_of_a_plain_search(
         to[i] = min(able, key=lambda r: (got[r], -free[r], r))
         got[to[i]] += 1
         free[to[i]] -= need[i]
-    found = fit(group, leaving, room, capacity)
+    found = fit(holdings, leaving, room, capacity)
     if len(to) < leaving.size:
         assert found is None
     else:
@@ -272,31 +271,20 @@ def test_places_within_memory_are_those_of_a_plain_search(
 
 @given(case=crowds(), target=st.integers(1, 4))
 @settings(max_examples=50, deadline=None)
-def test_the_saving_is_that_of_every_rank_looked_at_alone(case: tuple[Group, IntArray], target: int) -> None:
-    group, _ = case
+def test_the_saving_is_that_of_every_rank_looked_at_alone(case: tuple[Holdings, IntArray], target: int) -> None:
+    holdings, _ = case
     tiers = np.array([target, 16])
-    if int(group.held.max()) <= target:
+    if int(holdings.held.max()) <= target:
         return
-    mean = np.maximum(group.expected, 1.0)
-    most = float(mean[group.held[group.rank] > target].max())
+    mean = np.maximum(holdings.expected, 1.0)
+    most = float(mean[holdings.held[holdings.rank] > target].max())
     until = 0.0
-    for rank in np.flatnonzero(group.held > target).tolist():
-        low, high = 0.0, most * float(np.log(group.held[rank] / target))
+    for rank in np.flatnonzero(holdings.held > target).tolist():
+        low, high = 0.0, most * float(np.log(holdings.held[rank] / target))
         for _ in range(14):
             middle = (low + high) / 2
-            more = float(np.exp(-middle / mean[group.rank == rank]).sum()) > target
+            more = float(np.exp(-middle / mean[holdings.rank == rank]).sum()) > target
             low, high = (middle, high) if more else (low, middle)
         until = max(until, high)
-    saved = saved_seconds(group, target, tiers, lambda tier, context: float(tier), (0.0, 0.0))
+    saved = saved_seconds(holdings, target, tiers, lambda tier, context: float(tier), (0.0, 0.0))
     assert saved == pytest.approx(until * (16 - target), rel=1e-9)
-
-
-def test_moves_made_at_once_are_moves() -> None:
-    made = as_moves(np.array([0, 2]), np.array([1, 300]), ["a", ("b", 1)])
-    plain = [eq.Move(0, 1, "a"), eq.Move(2, 300, ("b", 1))]
-    assert made == plain
-    assert [repr(move) for move in made] == [repr(move) for move in plain]
-    assert [hash(move) for move in made] == [hash(move) for move in plain]
-    assert as_moves(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), []) == []
-    with pytest.raises(AttributeError):
-        made[0].to_rank = 3  # pyright: ignore[reportAttributeAccessIssue]

@@ -9,8 +9,8 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from equipoise.report.rollout_sim.decode import SAMPLE_EVERY, Outcome
-from equipoise.report.rollout_sim.setting import Setting
+from equipoise.report.setting import Setting
+from equipoise.report.simulation import SAMPLE_EVERY, Outcome
 
 
 def draw(runs: Sequence[tuple[str, Outcome]], setting: Setting, out: Path) -> None:

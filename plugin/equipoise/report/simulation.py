@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise._arrays import FloatArray, IntArray, counts, int_sums
-from equipoise.report.rollout_sim.setting import Responses, Setting
+from equipoise.report.setting import Responses, Setting
 
 NOT_STARTED = -1
 SAMPLE_EVERY = 64

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise._arrays import IntArray, counts, iota
-from equipoise.report.rollout_sim.decode import Policy, Snapshot
-from equipoise.report.rollout_sim.setting import Responses, Setting
-from equipoise.rollout.policy.holdings import NO_LIMIT, Group
+from equipoise.report.setting import Responses, Setting
+from equipoise.report.simulation import Policy, Snapshot
+from equipoise.rollout.policy.holdings import NO_LIMIT, Holdings
 from equipoise.rollout.policy.lengths import expected_remaining
-from equipoise.rollout.policy.moves import Terms, lower_tiers, plan_group
+from equipoise.rollout.policy.moves import Terms, lower_tiers, plan_moves
 from equipoise.rollout.policy.spread import spread_siblings
 
 Placement = Callable[[Responses, Setting], IntArray]
@@ -124,7 +124,7 @@ class Ours:
             (responses.prompt[done], responses.length[done].astype(np.float64)),
             np.full(int(responses.prompt.max()) + 1, np.nan),
         )
-        group = Group(
+        holdings = Holdings(
             held=held,
             kv_tokens=snapshot.kv_tokens,
             num_tokens=snapshot.generated + responses.prompt_tokens[snapshot.index],
@@ -132,7 +132,7 @@ class Ours:
             remaining=np.minimum(remaining, at_most),
             moved=snapshot.moved > 0,
         )
-        return plan_group(group, terms)
+        return plan_moves(holdings, terms)
 
 
 def contestants(planner: Ours) -> list[Contestant]:

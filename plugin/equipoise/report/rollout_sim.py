@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from equipoise.errors import InvalidInput
-from equipoise.report.rollout_sim.compare import Comparison, compare
-from equipoise.report.rollout_sim.policies import Contestant, Ours, contestants
-from equipoise.report.rollout_sim.setting import LengthLaw, Setting
-from equipoise.report.rollout_sim.table import summary, table
+from equipoise.report.compare import Comparison, compare
+from equipoise.report.policies import Contestant, Ours, contestants
+from equipoise.report.setting import LengthLaw, Setting
+from equipoise.report.table import summary, table
 
 _DESCRIPTION = """\
 Simulate a rollout whose ranks decode in step: every step costs the decode tier of the fullest rank. Compares not
@@ -136,7 +136,7 @@ def _progress(console: Console) -> Progress:
 
 
 def _draw(comparison: Comparison, entered: list[Contestant], out: Path, console: Console) -> None:
-    from equipoise.report.rollout_sim.picture import draw
+    from equipoise.report.picture import draw
 
     out.parent.mkdir(parents=True, exist_ok=True)
     chosen = {entered[0].name: "no moves, one decode shape", "recipe": "recipe", "ours": "ours"}

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise._arrays import FloatArray
-from equipoise.report.rollout_sim.decode import Outcome, simulate
-from equipoise.report.rollout_sim.policies import Contestant
-from equipoise.report.rollout_sim.setting import LengthLaw, Responses, Setting
+from equipoise.report.policies import Contestant
+from equipoise.report.setting import LengthLaw, Responses, Setting
+from equipoise.report.simulation import Outcome, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
