@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -84,6 +85,32 @@ def gather_numbers(part: Callable[[], Sequence[int]], *, count: int, group: Any,
     if failure is not None and len(failed) == len(table) and all(row[0] == digest for row in table):
         raise failure  # the same on all ranks already
     raise _first_failure(failed[0], failure, group, device, doing) from failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt(Generic[T]):
+    """How a part went that this rank ran ahead of its vote."""
+
+    result: T | None = None
+    failure: Exception | None = None
+
+    def get(self) -> T:
+        """The result; raises what the part raised."""
+        if self.failure is not None:
+            raise self.failure
+        return cast("T", self.result)
+
+
+def attempt(part: Callable[[], T]) -> Attempt[T]:
+    """Run this rank's part now and vote later, where a collective comes anyway: call :meth:`Attempt.get` in its part.
+
+    >>> attempt(lambda: 3).get(), type(attempt(lambda: 1 / 0).failure).__name__
+    (3, 'ZeroDivisionError')
+    """
+    try:
+        return Attempt(result=part())
+    except Exception as error:  # noqa: BLE001 - see above; it is raised in the vote
+        return Attempt(failure=error)
 
 
 def device_of(group: Any) -> torch.device:

@@ -35,8 +35,6 @@ class Kind(IntEnum):
     """A rank's unfinished requests."""
     STATES = 2
     """Requests that move."""
-    VOTE = 3
-    """Why a rank refuses to go on, or nothing."""
     PLAN = 4
     """Sizes of the micro-batches of a step."""
 
@@ -47,7 +45,7 @@ class Writer:
     >>> out = Writer()
     >>> out.text("loss")
     >>> out.array([3, 1], "<i4")
-    >>> read = Reader(out.message(Kind.VOTE, version=1), Kind.VOTE, version=1)
+    >>> read = Reader(out.message(Kind.PLAN, version=1), Kind.PLAN, version=1)
     >>> read.text(), read.array(2, "<i4").tolist()
     ('loss', [3, 1])
     >>> read.end()

@@ -1,15 +1,11 @@
 """What ranks of the rollout tests do: run in processes of their own by ``test_rollout_transfer``.
 
-Two gloo ranks go through all scenarios one after the other and leave what they saw in ``OUT/<rank>.pt``. Three more go
-through the one in which a rank is killed.
+Two gloo ranks go through all scenarios one after the other and leave what they saw in ``OUT/<rank>.pt``.
 """
 
 from __future__ import annotations
 
-import datetime
-import os
 import random
-import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -25,14 +21,15 @@ from equipoise.rollout.decode import DecodeConfig, DecodeEngine
 from equipoise.rollout.policy.moves import plan_rebalance
 from equipoise.rollout.policy.requests import Move
 from equipoise.rollout.transfer import RequestState, Sampling
-from equipoise.rollout.transfer.channel import Channel, RankLost
-from equipoise.rollout.transfer.exchange import exchange, gather_tables
+from equipoise.rollout.transfer.channel import Channel
+from equipoise.rollout.transfer.exchange import exchange
 from equipoise.rollout.transfer.rebalancer import RebalancerConfig, RolloutRebalancer
+from equipoise.rollout.transfer.tables import gather_tables
+from tests.integration.gloo_ranks import join
 
 VOCAB = 97
 TIERS = (8, 4, 2)
 TIMEOUT_S = 20.0
-SHORT_S = 3.0
 
 
 def model(*, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -174,18 +171,18 @@ def _no_room(rank: int) -> dict[str, Any]:
     channel = Channel(None, timeout_s=TIMEOUT_S)
     runner = RolloutRebalancer(made, None, RebalancerConfig(tiers=TIERS, timeout_s=TIMEOUT_S))
     before = made.list_requests()
-    found = gather_tables(channel, runner.table())
+    found = gather_tables(channel, runner.table)
     ids = [row.id for row in found[0].rows]
     all_of_them = [Move(0, 1, name) for name in ids]
     texts = [
-        _refusal(lambda: exchange(made, channel, found, all_of_them)),
-        _refusal(lambda: exchange(made, channel, found, [Move(0, 1, "nobody")])),
-        _refusal(lambda: exchange(made, channel, found, [Move(0, 1, ids[0]), Move(0, 1, ids[0])])),
-        _refusal(lambda: exchange(made, channel, found, [Move(0, 2, ids[0])])),
+        _refusal(lambda: exchange(made, channel, found, all_of_them, transfer="kv")),
+        _refusal(lambda: exchange(made, channel, found, [Move(0, 1, "nobody")], transfer="kv")),
+        _refusal(lambda: exchange(made, channel, found, [Move(0, 1, ids[0]), Move(0, 1, ids[0])], transfer="kv")),
+        _refusal(lambda: exchange(made, channel, found, [Move(0, 2, ids[0])], transfer="kv")),
         _refusal(lambda: exchange(made, channel, found, [Move(0, 1, ids[0])], transfer="mail")),
     ]
     untouched = made.list_requests() == before
-    done = exchange(made, channel, found, [Move(0, 1, ids[0])])
+    done = exchange(made, channel, found, [Move(0, 1, ids[0])], transfer="kv")
     return {"texts": texts, "untouched": untouched, "moved": done.num_moved, "now": len(made.list_requests())}
 
 
@@ -193,8 +190,8 @@ def _refuses(rank: int, method: str) -> dict[str, Any]:
     """A rank whose engine refuses to send or to take: nothing moves, all is decoded once."""
     made = engine()
     if rank == (0 if method == "export" else 1):
-        _break(made, method, after=1 if method == "import_" else 0)
-    config = RebalancerConfig(check_interval=7, tiers=TIERS, timeout_s=TIMEOUT_S, profile=False)
+        _break(made, method, after=1 if method == "reserve" else 0)
+    config = RebalancerConfig(check_interval=7, tiers=TIERS, timeout_s=TIMEOUT_S, profile=False, transfer="kv")
     runner = RolloutRebalancer(made, None, config)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -209,57 +206,22 @@ def _refuses(rank: int, method: str) -> dict[str, Any]:
 
 def run_two(rank: int, out: str) -> None:
     """All scenarios of two ranks."""
-    _join(rank, 2, out)
+    join(rank, 2, out)
     results: dict[str, Any] = {
         "twice": _twice(rank),
         "still": _generate(rank, transfer="none"),
-        "kv": _generate(rank, profile=False),
+        "kv": _generate(rank, profile=False, transfer="kv"),
         "recompute": _generate(rank, profile=False, transfer="recompute"),
-        "about": _generate(rank, profile=False, planner=shuffle_about),
-        "tight": _generate(rank, profile=False, planner=shuffle_about, blocks=34),
-        "timed": _generate(rank),
+        "about": _generate(rank, profile=False, transfer="kv", planner=shuffle_about),
+        "tight": _generate(rank, profile=False, transfer="kv", planner=shuffle_about, blocks=34),
+        "timed": _generate(rank, transfer="kv"),
         "bfloat16 still": _generate(rank, dtype=torch.bfloat16, transfer="none"),
-        "bfloat16": _generate(rank, dtype=torch.bfloat16, profile=False),
+        "bfloat16": _generate(rank, dtype=torch.bfloat16, profile=False, transfer="kv"),
         "bad": {case: _bad(rank, case) for case in ("shape", "weights", "settings", "id", "long", "breaks")},
         "room": _no_room(rank),
         "export": _refuses(rank, "export"),
-        "import_": _refuses(rank, "import_"),
+        "reserve": _refuses(rank, "reserve"),
     }
     torch.save(results, f"{out}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def run_killed(rank: int, out: str) -> None:
-    """Three ranks; rank 1 is killed while it exports, in the middle of an exchange."""
-    _join(rank, 3, out)
-    made = engine()
-    if rank == 1:
-
-        def die(*_: Any) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        made.export = die  # pyright: ignore[reportAttributeAccessIssue]
-    config = RebalancerConfig(check_interval=5, tiers=TIERS, timeout_s=SHORT_S)
-    runner = RolloutRebalancer(made, None, config)
-    asked = requests(rank, [40] * (8 if rank == 1 else 1))
-    start = time.monotonic()
-    try:
-        runner.generate(asked)
-    except RankLost as error:
-        seen = {"text": str(error), "ranks": error.ranks, "seconds": time.monotonic() - start}
-        left = [state.id for state in runner.unfinished]
-        torch.save({**seen, "unfinished": left, "held": made.num_unfinished}, f"{out}/{rank}.pt")
-    os._exit(0)  # a group that lost a rank cannot be torn down in order
-
-
-def _join(rank: int, world_size: int, out: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{out}/meet",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=60),
-    )

@@ -121,9 +121,9 @@ def test_a_step_tells_what_it_prefilled() -> None:
 def test_tokens_of_another_kind_are_refused() -> None:
     made = engine()
     for prompt in (("a", 1), (1.5,), (np.int64(3),)):
-        with pytest.raises(InvalidInput, match="request 'a' must hold whole numbers as tokens"):
+        with pytest.raises(InvalidInput, match="request 'a'"):
             made.import_([RequestState(id="a", prompt=prompt, sampling=Sampling())])  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match=r"model must be a Module, got .str"):
+    with pytest.raises(InvalidInput, match=r"model.*.str"):
         DecodeEngine("a/model")
 
 
@@ -205,6 +205,68 @@ def test_a_moved_request_goes_on_bit_for_bit(steps: int, with_kv: bool) -> None:
     assert {name: state.output for name, state in done.items()} == {n: s.output for n, s in want.items()}
     assert {name: state.log_probs for name, state in done.items()} == {n: s.log_probs for n, s in want.items()}
     assert sender.cache.num_free == receiver.cache.num_free == 128
+
+
+def test_caches_written_layer_by_layer_are_those_of_the_sender() -> None:
+    want = {done.id: done.output for done in engine().generate(asks())}
+    sender, receiver = engine(), engine()
+    sender.import_(asks())
+    for _ in range(4):
+        sender.step()
+    states = sender.export([state.id for state in sender.list_requests()][:5])
+    receiver.reserve([replace(state, kv=None) for state in states])
+    assert (receiver.num_unfinished, receiver.list_requests()) == (0, [])
+    assert receiver.facts().free_blocks < 128, "blocks are held before a request runs"
+    names, caches = [state.id for state in states], [state.kv for state in states if state.kv is not None]
+    for layer in range(2):
+        receiver.write(layer, names, torch.cat([kv[layer] for kv in caches], dim=2))
+    assert receiver.step() is None
+    receiver.commit(names)
+    done: dict[str, RequestState] = {}
+    while receiver.num_unfinished:
+        report = receiver.step()
+        assert report is not None
+        assert report.prefilled_tokens == 0
+        done |= {state.id: state for state in receiver.take_finished()}
+    assert {name: state.output for name, state in done.items()} == {name: want[name] for name in names}
+
+
+def test_reserved_requests_hold_their_slots_and_are_forgotten_on_demand() -> None:
+    sender, receiver = engine(), engine(tiers=(4,))
+    sender.import_(asks(3))
+    sender.step()
+    running = [replace(state, kv=None) for state in sender.export(["0", "1", "2"])]
+    receiver.import_([replace(asked, id=f"mine {asked.id}") for asked in asks(3)])
+    receiver.reserve(running)
+    receiver.step()
+    assert sum(state.num_cached > 0 for state in receiver.list_requests()) == 1, "three of four slots are held"
+    with pytest.raises(InvalidInput, match="'0'"):
+        receiver.reserve(running[:1])
+    for ids, content in ((["0"], torch.zeros(2, 2, 9, 8, 12)), (["nobody"], torch.zeros(2, 2, 1, 8, 12))):
+        with pytest.raises(InvalidInput, match=ids[0]):
+            receiver.write(0, ids, content)
+    with pytest.raises(InvalidInput, match="nobody"):
+        receiver.commit(["0", "nobody"])
+    receiver.abort(["0", "1", "2"])
+    while receiver.num_unfinished:
+        receiver.step()
+    assert receiver.cache.num_free == 128
+    receiver.reserve(running)
+    receiver.clear()
+    assert (receiver.cache.num_free, receiver.num_unfinished, receiver.take_finished()) == (128, 0, [])
+
+
+def test_import_gives_back_what_it_held_when_a_layer_fails() -> None:
+    sender, receiver = engine(), engine()
+    sender.import_(asks(2))
+    sender.step()
+    states = sender.export(["0", "1"])
+    assert states[1].kv is not None
+    broken = [states[1].kv[0], states[1].kv[1][:, :, :, :4]]
+    with pytest.raises(InvalidInput, match="'1'"):
+        receiver.import_([states[0], replace(states[1], kv=broken)])
+    assert (receiver.cache.num_free, receiver.num_unfinished) == (128, 0)
+    receiver.import_(states)
 
 
 def test_a_cache_that_is_computed_again_has_the_bits_of_the_first() -> None:
@@ -325,25 +387,28 @@ def test_a_shape_that_gives_other_bits_is_not_used() -> None:
 def test_a_model_whose_rows_mix_is_refused() -> None:
     mixed = model()
     mixed.model.norm = _MixesRows(mixed.model.norm, (4, 8, 16))
-    with pytest.raises(InvalidInput, match="Qwen2ForCausalLM must compute each row by itself"):
+    with pytest.raises(InvalidInput, match="Qwen2ForCausalLM"):
         engine(mixed)
 
 
 def test_windows_are_refused() -> None:
     config = transformers.MistralConfig(**SHAPE, sliding_window=16)
-    with pytest.raises(InvalidInput, match="sliding_window must be None, got 16"):
+    with pytest.raises(InvalidInput, match=r"sliding_window.*16"):
         engine(transformers.MistralForCausalLM(config))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"id": "0"}, "request '0' must be new"),
-        ({"prompt": (VOCAB,)}, "hold tokens below the vocabulary of 61, got 61"),
-        ({"sampling": Sampling(max_tokens=300)}, "need at most 256 tokens with its max_tokens, got 301"),
-        ({"kv": [torch.zeros(2, 2, 1, 8, 12)], "num_cached": 1, "output": (1,), "log_probs": (0.0,)}, "bring 2 layers"),
-        ({"kv": [torch.zeros(2, 2, 1, 8, 12)] * 2, "num_cached": 1}, "have all 1 tokens but the last in its cache"),
-        ({"finish_reason": "stop"}, "must be unfinished, got 'stop'"),
+        ({"id": "0"}, "request '0'"),
+        ({"prompt": (VOCAB,)}, "'bad'.*61.*61"),
+        ({"sampling": Sampling(max_tokens=300)}, "'bad'.*256.*301"),
+        (
+            {"kv": [torch.zeros(2, 2, 1, 8, 12)], "num_cached": 1, "output": (1,), "log_probs": (0.0,)},
+            "2 layers, got 1",
+        ),
+        ({"kv": [torch.zeros(2, 2, 1, 8, 12)] * 2, "num_cached": 1}, "'bad'.*1"),
+        ({"finish_reason": "stop"}, "'bad'.*'stop'"),
     ],
 )
 def test_import_takes_all_or_nothing(change: dict[str, Any], words: str) -> None:
@@ -362,7 +427,7 @@ def test_import_needs_slots_and_blocks_for_what_runs() -> None:
     for _ in range(4):
         sender.step()
     states = sender.export([state.id for state in sender.list_requests()])
-    with pytest.raises(InvalidInput, match="must fit in 16 free slots and 32 free blocks"):
+    with pytest.raises(InvalidInput, match=r"16.*32"):
         small.import_(states)
     assert (small.num_unfinished, small.cache.num_free) == (0, 32)
 
@@ -371,7 +436,7 @@ def test_abort_forgets_all_or_nothing() -> None:
     made = engine()
     made.import_(asks(3))
     made.step()
-    with pytest.raises(InvalidInput, match="request id must be unfinished on this rank, got 'nobody'"):
+    with pytest.raises(InvalidInput, match=r"request id.*'nobody'"):
         made.abort(["0", "nobody"])
     assert made.num_unfinished == 3
     made.abort(["0", "1", "2"])

@@ -80,7 +80,7 @@ def test_nothing_is_read_past_the_end_or_left_over() -> None:
         out = Writer()
         for number in numbers:
             out.count(number)
-        return Reader(out.message(Kind.VOTE, version=1), Kind.VOTE, version=1)
+        return Reader(out.message(Kind.STATES, version=1), Kind.STATES, version=1)
 
     assert reader(1, 0).count(4) == 1
     for refused in (
@@ -96,4 +96,4 @@ def test_nothing_is_read_past_the_end_or_left_over() -> None:
 
 
 def test_the_head_is_as_long_as_it_says() -> None:
-    assert len(Writer().message(Kind.VOTE, version=1)) == HEAD_BYTES
+    assert len(Writer().message(Kind.STATES, version=1)) == HEAD_BYTES

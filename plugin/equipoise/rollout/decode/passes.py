@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ import torch
 from equipoise.errors import InvalidInput, must
 from equipoise.rollout.decode import attention, proof
 from equipoise.rollout.decode.cache import SPARE, ZEROS, PagedCache
+from equipoise.rollout.decode.hf import HFModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Passes:
     """Runs rows through a model in the shapes that agree.
 
     Args:
-        hf: causal language model, on its device; its attention is set to :data:`attention.NAME`.
+        hf: causal language model, on its device.
         cache: that the rows lie in.
         sizes: shapes wished for, in rows.
         prefill_rows: shape wished for to fill caches with; used where it is above the others and agrees with them.
@@ -51,7 +51,7 @@ class Passes:
 
     def __init__(
         self,
-        hf: Any,
+        hf: HFModel,
         cache: PagedCache,
         *,
         sizes: Sequence[int],
@@ -99,11 +99,8 @@ class Passes:
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, rows: attention.PagedRows, head: bool
     ) -> torch.Tensor:
-        """Logits, or hidden states where no head is wanted, (rows, width)."""
-        model = self.hf if head else self.hf.base_model
-        with attention.paged(rows):
-            out = model(input_ids=tokens, position_ids=positions, use_cache=False)
-        return out.logits[:, 0] if head else out.last_hidden_state[:, 0]
+        """:meth:`HFModel.forward`."""
+        return self.hf.forward(tokens, positions, rows, head)
 
     def _tensors(self, rows: Sequence[TokenRow], size: int) -> tuple[torch.Tensor, torch.Tensor, attention.PagedRows]:
         if not 0 < len(rows) <= size:
@@ -139,7 +136,7 @@ class Passes:
         """
         found = self._agreeing(sizes)
         if max(*sizes, proof.LEAST_ROWS) not in found:
-            name = type(self.hf).__name__
+            name = type(self.hf.module).__name__
             remedy = "pass a model without experts or batch statistics"
             raise InvalidInput(must(f"{name}", "compute each row by itself", "bits that other rows change", remedy))
         return tuple(found)
@@ -151,10 +148,8 @@ class Passes:
         kept, graphs = self.cache, self.cuda_graphs
         self.cache, self.cuda_graphs = _random_cache(self.cache, largest, self.chunk_tokens), False
         try:
-            rows = _random_rows(
-                self.cache, largest, self.chunk_tokens, int(self.hf.config.get_text_config().vocab_size)
-            )
-            agreeing = proof.linear_sizes(self.hf, wished)
+            rows = _random_rows(self.cache, largest, self.chunk_tokens, self.hf.vocab_size)
+            agreeing = proof.linear_sizes(self.hf.module, wished)
             found = [size for size in wished if size in agreeing and self._attends_alike(rows, size)]
             want = self._bits(rows, largest)
             return [size for size in found if self._agree(rows, want, size)]
@@ -163,10 +158,10 @@ class Passes:
 
     def _attends_alike(self, rows: Sequence[TokenRow], size: int) -> bool:
         """Whether attention agrees before its result is rounded to the dtype of the model."""
-        text, pool = self.hf.config.get_text_config(), self.cache.pools[0]
+        pool = self.cache.pools[0]
         wide = torch.promote_types(pool.dtype, torch.float32)
         draws = torch.Generator().manual_seed(0)
-        query = torch.randn(len(rows), text.num_attention_heads, pool.shape[-1], generator=draws).to(pool.device, wide)
+        query = torch.randn(len(rows), self.hf.num_heads, pool.shape[-1], generator=draws).to(pool.device, wide)
         want = attention.attend(query, pool, self._tensors(rows, len(rows))[2], 1.0)
         for places in self._places(rows, size):
             part = attention.attend(query[places], pool, self._tensors([rows[i] for i in places], len(places))[2], 1.0)

@@ -3,49 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args, get_type_hints
 
 from equipoise._checks import falling, numbers, positive
-from equipoise.config import RolloutConfig
+from equipoise.config import TIERS, RolloutConfig
 from equipoise.errors import InvalidInput, must
-from equipoise.rollout.transfer.exchange import TRANSFERS
+
+_TRANSFERS: tuple[str, ...] = get_args(get_type_hints(RolloutConfig)["transfer"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RebalancerConfig:
-    """When and how requests move.
+    """When and how requests move. Defaults are those of :class:`equipoise.config.RolloutConfig`.
 
     Args:
         check_interval: decode steps between checks; a rank without requests waits for the next one.
         tiers: decode sizes in rows, falling; those of the engine.
         multi_graph: whether a step costs what its tier costs. False: one decode shape, moves are planned by counts.
-        transfer: "kv", the cache moves; "recompute", only tokens do; "none", nothing moves.
+        transfer: "recompute", tokens move and the receiver prefills them; "kv", the cache moves too; "none", nothing
+            moves.
         min_gain: least predicted seconds that justify moving; counts once step times are known from ``profile``.
         profile: time decode steps, and let a move take place only where it pays by these times.
         profile_interval: decode steps between two that are timed.
-        timeout_s: seconds that a rank may let others wait, at the longest those of ``check_interval`` steps.
+        timeout_s: seconds that a rank may let others wait; ``check_interval`` steps must fit.
 
     Raises:
         InvalidInput: a value out of its range.
     """
 
-    check_interval: int = 100
-    tiers: tuple[int, ...] = (64, 32, 16, 8, 4)
-    multi_graph: bool = True
-    transfer: str = "kv"
-    min_gain: float = 0.0
-    profile: bool = True
-    profile_interval: int = 4
+    check_interval: int = RolloutConfig.check_interval
+    tiers: tuple[int, ...] = TIERS
+    multi_graph: bool = RolloutConfig.multi_graph
+    transfer: str = RolloutConfig.transfer
+    min_gain: float = RolloutConfig.min_gain
+    profile: bool = RolloutConfig.profile
+    profile_interval: int = RolloutConfig.profile_interval
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         for name in ("check_interval", "profile_interval"):
             positive(name, getattr(self, name), "pass decode steps")
         numbers(self, real=("min_gain", "timeout_s"), remedy="pass seconds")
-        if self.transfer not in ("none", *TRANSFERS):
-            options = ["none", *TRANSFERS]
-            raise InvalidInput(must("transfer", f"be one of {options}", self.transfer, "choose one"))
+        if self.transfer not in _TRANSFERS:
+            raise InvalidInput(must("transfer", f"be one of {list(_TRANSFERS)}", self.transfer, "choose one"))
         if not 0 <= self.min_gain < float("inf"):
             raise InvalidInput(must("min_gain", "be finite and at least 0", self.min_gain, "pass seconds"))
+        if not 0 < self.timeout_s < float("inf"):
+            raise InvalidInput(must("timeout_s", "be finite and above 0", self.timeout_s, "pass seconds"))
         object.__setattr__(self, "tiers", falling("tiers", self.tiers, "pass for example (64, 32, 16, 8, 4)"))
 
     @classmethod

@@ -11,7 +11,7 @@ from equipoise.rollout.policy.requests import Move, Request
 from equipoise.rollout.policy.step_time import StepTime
 from equipoise.rollout.policy.worth import TransferCost
 from equipoise.rollout.transfer.config import RebalancerConfig
-from equipoise.rollout.transfer.exchange import check_moves, fitting
+from equipoise.rollout.transfer.tables import check_moves, fitting
 from equipoise.rollout.transfer.wire import Table
 
 Planner = Callable[..., list[Move]]

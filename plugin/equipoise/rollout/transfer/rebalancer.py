@@ -14,6 +14,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,26 +25,17 @@ from equipoise.errors import EquipoiseError, EquipoiseWarning, InvalidInput, mus
 from equipoise.rollout.policy.moves import plan_rebalance
 from equipoise.rollout.policy.requests import Move
 from equipoise.rollout.transfer import wire
+from equipoise.rollout.transfer.caches import take_in
 from equipoise.rollout.transfer.channel import Channel
 from equipoise.rollout.transfer.config import Check as Check
 from equipoise.rollout.transfer.config import RebalancerConfig as RebalancerConfig
-from equipoise.rollout.transfer.exchange import Exchanged, exchange, gather_tables
+from equipoise.rollout.transfer.exchange import Exchanged, PlanFailed, exchange
 from equipoise.rollout.transfer.knowledge import Knowledge, Planner, counts_after
 from equipoise.rollout.transfer.state import RequestState, SteppingEngine, StepReport
+from equipoise.rollout.transfer.tables import gather_tables
 from equipoise.rollout.transfer.wire import Row, Table
+from equipoise.together import Attempt, attempt
 
-_TOLD = (
-    EquipoiseError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What a rank tells the others of before it raises."""
 OnStep = Callable[[StepReport], None]
 
 
@@ -70,32 +62,43 @@ class RolloutRebalancer:
     ) -> None:
         self.engine = engine
         self.config = config or RebalancerConfig()
-        if self.engine.facts().tiers != self.config.tiers:
-            rule = f"be those of the engine, {self.engine.facts().tiers}"
-            raise InvalidInput(must("tiers", rule, self.config.tiers, "give both the same"))
         self.channel = Channel(group, timeout_s=self.config.timeout_s)
+        self.channel.together(self._check_tiers, "starting a rebalancer")
         self.planner = planner
         self.checks: list[Check] = []
-        self.refusals: list[tuple[int, str]] = []
+        self.refusals: list[str] = []
         self._settings = zlib.crc32(repr(sorted(asdict(self.config).items())).encode())
         self.known = Knowledge(self.config)
         self._new_samples: list[tuple[int, int, float]] = []
         self._ended: list[tuple[int, int]] = []
         self._exchange_s = 0.0
         self._prefilled_tokens, self._prefill_s = 0, 0.0
-        self._steps = self._step_count = 0
-        self._busy_s = self._total_s = 0.0
+        self._steps = self._step_count = self._num_checks = 0
+        self._busy_s = self._total_s = self._part_s = 0.0
         self._asked: dict[str, RequestState] = {}
         self._done: dict[str, RequestState] = {}
         self._finished: list[RequestState] = []
+
+    def _check_tiers(self) -> None:
+        tiers = self.engine.facts().tiers
+        if tiers != self.config.tiers:
+            raise InvalidInput(
+                must("tiers", f"be those of the engine, {tiers}", self.config.tiers, "give both the same")
+            )
 
     @property
     def unfinished(self) -> list[RequestState]:
         """Requests of the last :meth:`generate` whose results are not back, as they were asked for.
 
         After an error these are what is to be asked for again: results are by request, so a second run gives the same.
+        :attr:`results` holds the others.
         """
         return [state for name, state in self._asked.items() if name not in self._done]
+
+    @property
+    def results(self) -> list[RequestState]:
+        """Results of the last :meth:`generate` that are back, in the order asked for; after an error not all."""
+        return [self._done[name] for name in self._asked if name in self._done]
 
     def generate(self, requests: Sequence[RequestState], *, on_step: OnStep | None = None) -> list[RequestState]:
         """Decode the requests of all ranks to their ends; a collective call.
@@ -110,30 +113,85 @@ class RolloutRebalancer:
         Raises:
             InvalidInput: on all ranks alike, before anything is decoded or moved.
             RankLost: a rank did not answer; :attr:`unfinished` holds what to ask for again.
-            EquipoiseError: a rank failed, named by the error.
+            EquipoiseError: a rank failed, named by the error; likewise.
         """
         start = time.perf_counter()
-        self._asked, self._done = {}, {}
-        self._finished = []
+        self._asked, self._done, self._finished = {}, {}, []
+        self._num_checks = 0
+        complete = False
         try:
-            trouble = _attempt(lambda: self._take(requests))
-            while self.check(trouble):
-                trouble = _attempt(lambda: self._decode(on_step))
-            self._bring_home()
-        except EquipoiseError:
-            self._done |= {state.id: state for state in self._finished if state.home == self.channel.rank}
-            self.engine.abort([state.id for state in self.engine.list_requests()])
-            raise
-        self.known.lengths.next_rollout()
+            self._run(requests, on_step)
+            complete = True
+        finally:
+            if not complete:
+                self._give_up()
         self._total_s += time.perf_counter() - start
-        return [self._done[name] for name in self._asked]
+        return self.results
+
+    def _run(self, requests: Sequence[RequestState], on_step: OnStep | None) -> None:
+        """What may fail on one rank runs in the part of the meeting that comes next, where it is voted on."""
+        part, doing = partial(self._take, requests), "taking up requests"
+        while True:
+            start = time.perf_counter()
+            tables = gather_tables(self.channel, partial(self._told, part), doing)
+            waited = time.perf_counter() - start - self._part_s
+            if not any(found.rows for found in tables):
+                break
+            plan = attempt(partial(self._plan, tables))
+            part, doing = partial(self._go_on, tables, plan, self._move(tables, plan), waited, on_step), "decoding"
+        self._bring_home(tables)
+
+    def _give_up(self) -> None:
+        """Leave nothing behind: no request in the engine, and nothing learnt that other ranks may not have learnt."""
+        self._done |= {state.id: state for state in self._finished if state.home == self.channel.rank}
+        self.known = Knowledge(self.config)
+        self._new_samples, self._ended, self._steps = [], [], 0
+        cleared = attempt(self.engine.clear)
+        if cleared.failure is not None:
+            text = f"the engine may still hold requests: clearing it failed, {cleared.failure!r}"
+            warnings.warn(text, EquipoiseWarning, stacklevel=3)
+
+    def _told(self, part: Callable[[], None]) -> Table:
+        """Run a part, and tell what there is then."""
+        start = time.perf_counter()
+        part()
+        table = self.table()
+        self._part_s = time.perf_counter() - start
+        return table
 
     def _take(self, requests: Sequence[RequestState]) -> None:
         for index, state in enumerate(requests):
             of_kind(f"requests[{index}]", state, RequestState, "pass equipoise.RequestState(...)")
         self._asked = {state.id: state for state in requests}
         rank = self.channel.rank
-        self.engine.import_([replace(state, home=rank, index=index) for index, state in enumerate(requests)])
+        take_in(self.engine, [replace(state, home=rank, index=index) for index, state in enumerate(requests)])
+
+    def _plan(self, tables: Sequence[Table]) -> tuple[list[Move], float]:
+        self.known.learn(tables)
+        return self.known.plan(tables, self.planner) if self.config.transfer != "none" else ([], 0.0)
+
+    def _move(self, tables: Sequence[Table], plan: Attempt[tuple[list[Move], float]]) -> Exchanged:
+        """Carry a plan out. A rank without one has nothing to move; why is told at the next meeting."""
+        if plan.failure is not None:
+            return Exchanged()
+        return exchange(self.engine, self.channel, tables, plan.get()[0], transfer=self.config.transfer)
+
+    def _go_on(
+        self,
+        tables: Sequence[Table],
+        plan: Attempt[tuple[list[Move], float]],
+        done: Exchanged,
+        waited: float,
+        on_step: OnStep | None,
+    ) -> None:
+        if plan.failure is not None:
+            raise PlanFailed(f"planning failed: {type(plan.failure).__name__}: {plan.failure}") from plan.failure
+        moves, predicted = plan.get()
+        if done.refused:
+            self.refusals.append(done.refused)
+            warnings.warn(f"nothing moved at step {self._steps}: {done.refused}", EquipoiseWarning, stacklevel=2)
+        self._note(tables, moves, done, predicted if done.num_moved else 0.0, waited)
+        self._decode(on_step)
 
     def _decode(self, on_step: OnStep | None) -> None:
         """Steps up to the next check, or until this rank has nothing to do."""
@@ -155,31 +213,7 @@ class RolloutRebalancer:
                 on_step(report)
         self._steps += self.config.check_interval
 
-    def check(self, trouble: str = "") -> bool:
-        """Meet, plan, and move; False once no rank has unfinished requests. A collective call.
-
-        Args:
-            trouble: why this rank cannot go on; all ranks then raise.
-        """
-        start = time.perf_counter()
-        table = self.table(trouble)
-        tables = gather_tables(self.channel, table)
-        waited = time.perf_counter() - start
-        self.known.learn(tables)
-        if not any(found.rows for found in tables):
-            return False
-        moves, predicted, done = [], 0.0, Exchanged()
-        if self.config.transfer != "none":
-            moves, predicted = self.known.plan(tables, self.planner)
-            done = exchange(self.engine, self.channel, tables, moves, transfer=self.config.transfer)
-        for rank, reason in done.refused:
-            self.refusals.append((rank, reason))
-            text = f"nothing moved at step {self._steps}: rank {rank} refused ({reason})"
-            warnings.warn(text, EquipoiseWarning, stacklevel=2)
-        self._note(tables, moves, done, predicted if done.num_moved else 0.0, waited)
-        return True
-
-    def table(self, trouble: str = "") -> Table:
+    def table(self) -> Table:
         """What this rank tells the others at a check; measurements are told once."""
         rows = [
             Row(
@@ -196,15 +230,15 @@ class RolloutRebalancer:
         ]
         table = Table(
             facts=self.engine.facts(),
-            check=len(self.checks),
+            check=self._num_checks,
             settings=self._settings,
             rows=tuple(rows),
-            trouble=trouble,
             samples=tuple(self._new_samples),
             finished=tuple(self._ended),
             exchange_s=self._exchange_s,
             prefilled=(self._prefilled_tokens, self._prefill_s),
         )
+        self._num_checks += 1
         self._new_samples, self._ended, self._exchange_s = [], [], 0.0
         self._prefilled_tokens, self._prefill_s = 0, 0.0
         return table
@@ -235,19 +269,25 @@ class RolloutRebalancer:
             )
         )
 
-    def _bring_home(self) -> None:
+    def _bring_home(self, tables: Sequence[Table]) -> None:
         """Send results to the ranks that asked for them."""
+
+        def pack() -> list[bytes]:
+            self.known.learn(tables)
+            self.known.lengths.next_rollout()
+            by_home = [[state for state in self._finished if state.home == rank] for rank in range(world)]
+            return [wire.pack_states(states) if states else b"" for states in by_home]
+
+        def unpack() -> None:
+            done = {state.id: state for message in raw if message for state in wire.unpack_states(message)}
+            if set(done) != set(self._asked):
+                names = sorted(set(done) ^ set(self._asked))
+                raise EquipoiseError(f"results lost or not asked for: {names}; please file a bug")
+            self._done = done
+
         world = self.channel.world_size
-        packed = [wire.pack_states([state for state in self._finished if state.home == rank]) for rank in range(world)]
-        for raw in self.channel.scatter(packed, "bringing results home"):
-            for state in wire.unpack_states(raw):
-                if state.id not in self._asked or state.id in self._done:
-                    rule = "come home once, to the rank that asked for it"
-                    raise EquipoiseError(must(f"result of request {state.id!r}", rule, state.home, "report a defect"))
-                self._done[state.id] = state
-        if self.unfinished:
-            names = [state.id for state in self.unfinished]
-            raise EquipoiseError(must("results", "come back for all requests", f"none for {names}", "report a defect"))
+        raw = self.channel.scatter(pack, "bringing results home")
+        self.channel.together(unpack, "taking results in")
 
     def metrics(self, prefix: str = "rollout/") -> dict[str, float]:
         """Figures of all checks so far, for a tracker; seconds are those of this rank.
@@ -277,15 +317,6 @@ class RolloutRebalancer:
             "tier_unmoved_mean": sum(check.tier_unmoved for check in self.checks) / checks,
         }
         return {f"{prefix}{name}": value for name, value in figures.items()}
-
-
-def _attempt(call: Callable[[], Any]) -> str:
-    """Why ``call`` failed, or nothing: the others hear of it at the next check instead of waiting for this rank."""
-    try:
-        call()
-    except _TOLD as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _checksum(prompt: Sequence[int]) -> int:

@@ -201,7 +201,11 @@ class EngineFacts:
 
 
 class MovableEngine(Protocol):
-    """An engine whose requests can move. ``export`` only reads; ``import_`` and ``abort`` do all or nothing."""
+    """An engine whose requests can move. Methods do all or nothing.
+
+    A request leaves by ``export``, which only reads, and, once it has arrived elsewhere, ``abort``. It arrives by
+    ``reserve``, ``write`` for each layer of its cache if it has one, and ``commit``; ``abort`` takes the first back.
+    """
 
     def facts(self) -> EngineFacts:
         """What it is, and how much room it has."""
@@ -212,15 +216,23 @@ class MovableEngine(Protocol):
         ...
 
     def export(self, ids: Sequence[str]) -> list[RequestState]:
-        """Unfinished requests with their cache, where they have one; they stay."""
+        """Unfinished requests with their cache, where they have one; they stay. A layer may be copied when read."""
         ...
 
     def abort(self, ids: Sequence[str]) -> None:
-        """Forget unfinished requests, and free what they hold."""
+        """Forget unfinished and reserved requests, and free what they hold."""
         ...
 
-    def import_(self, states: Sequence[RequestState]) -> None:
-        """Take requests in, and go on with them at the next step."""
+    def reserve(self, states: Sequence[RequestState]) -> None:
+        """Hold room for requests; a cache of ``num_cached`` tokens is to come where that is above 0."""
+        ...
+
+    def write(self, layer: int, ids: Sequence[str], content: torch.Tensor) -> None:
+        """Fill in a layer of the caches of reserved requests: blocks one after the other, in the order of ``ids``."""
+        ...
+
+    def commit(self, ids: Sequence[str]) -> None:
+        """Go on with reserved requests at the next step."""
         ...
 
 
@@ -254,4 +266,8 @@ class SteppingEngine(MovableEngine, Protocol):
 
     def take_finished(self) -> list[RequestState]:
         """Requests that ended since the last call, without their cache."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every request: unfinished, reserved, and finished."""
         ...

@@ -42,7 +42,6 @@ class Table:
         check: number of this check; must agree.
         settings: checksum of the configuration; must agree.
         rows: its unfinished requests.
-        trouble: why the rank cannot go on; empty if it can.
         samples: (tier, context tokens, seconds) of decode steps measured since the last check.
         finished: (checksum of the prompt, tokens put out) of requests that ended since the last check.
         exchange_s: what the last exchange took this rank, in seconds; 0 if there was none.
@@ -53,7 +52,6 @@ class Table:
     check: int
     settings: int
     rows: tuple[Row, ...]
-    trouble: str = ""
     samples: tuple[tuple[int, int, float], ...] = ()
     finished: tuple[tuple[int, int], ...] = ()
     exchange_s: float = 0.0
@@ -140,7 +138,7 @@ def pack_table(table: Table) -> bytes:
     out.pack(
         _TABLE, table.check, table.settings, facts.slots, *sizes, *room, table.exchange_s, *table.prefilled, *counts
     )
-    for text in (layout.dtype, facts.model, table.trouble):
+    for text in (layout.dtype, facts.model):
         out.text(text)
     out.array(facts.tiers, "<i4")
     for sample in table.samples:
@@ -164,7 +162,7 @@ def unpack_table(raw: bytes) -> Table:
     check, settings, slots, layers, heads, dim, block, free, blocks, exchange_s, *others = read.unpack(_TABLE)
     prefilled_tokens, prefill_s, *counts = others
     num_tiers, num_samples, num_finished, num_rows = counts
-    dtype, model, trouble = (read.text() for _ in range(3))
+    dtype, model = (read.text() for _ in range(2))
     tiers = tuple(read.array(num_tiers, "<i4").tolist())
     samples = tuple(read.unpack(_SAMPLE) for _ in range(num_samples))
     finished = tuple(read.unpack(_ENDED) for _ in range(num_finished))
@@ -179,7 +177,6 @@ def unpack_table(raw: bytes) -> Table:
         check=check,
         settings=settings,
         rows=rows,
-        trouble=trouble,
         samples=cast("tuple[tuple[int, int, float], ...]", samples),
         finished=cast("tuple[tuple[int, int], ...]", finished),
         exchange_s=exchange_s,
@@ -202,18 +199,3 @@ def _row(read: Reader) -> Row:
         running=bool(running),
         max_remaining=max_remaining,
     )
-
-
-def pack_vote(reason: str) -> bytes:
-    """A vote: why not, or nothing."""
-    out = Writer()
-    out.text(reason)
-    return out.message(Kind.VOTE, version=_VERSION)
-
-
-def unpack_vote(raw: bytes) -> str:
-    """Undo :func:`pack_vote`."""
-    read = Reader(raw, Kind.VOTE, version=_VERSION)
-    text = read.text()
-    read.end()
-    return text
