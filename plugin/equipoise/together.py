@@ -3,7 +3,8 @@
 A rank that raises alone leaves the others waiting in their next collective. So what may fail on one rank runs inside
 :func:`together` or :func:`gather_numbers`: the rank catches whatever its part raises, votes in one small collective,
 and every rank raises the error of the first rank that failed. A part must not itself run collectives of the group,
-unless a failure inside them reaches all ranks anyway, as a time-out does.
+unless a failure inside them reaches all ranks anyway, as a time-out does. Where ranks meet inside the work itself
+(sharded weights, shared rows), a rank keeps its error in :class:`HeldBack` and goes on until the next vote.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from equipoise.errors import EquipoiseError
+from equipoise.errors import EquipoiseError, InvalidInput, must
 
 T = TypeVar("T")
 _TEXT_BYTES = 4096
+_VOTE_NUMBERS = 8
+"""Votes of up to so many integers have the same size, so that a rank which failed is heard at the others' next vote."""
 
 
 class RankFailed(EquipoiseError, RuntimeError):
@@ -29,7 +33,7 @@ class RankFailed(EquipoiseError, RuntimeError):
 def together(part: Callable[[], T], *, group: Any, doing: str) -> T:
     """Run this rank's part, and raise on all ranks if it fails on any; a collective call.
 
-    Costs one all-gather of one integer a rank where all goes well.
+    Costs one all-gather of eight integers a rank where all goes well.
 
     Args:
         part: what this rank does; may raise anything.
@@ -59,32 +63,50 @@ def together(part: Callable[[], T], *, group: Any, doing: str) -> T:
 def gather_numbers(part: Callable[[], Sequence[int]], *, count: int, group: Any, doing: str) -> list[list[int]]:
     """Like :func:`together` for a part whose result all ranks need: ``count`` integers of each, in the same collective.
 
+    Args:
+        part: what this rank does; returns ``count`` integers of 64 bits.
+        count: the same on all ranks.
+        group: process group of the ranks; None for this process alone.
+        doing: as of :func:`together`.
+
     Returns:
         The numbers of every rank, by rank in ``group``.
+
+    Raises:
+        EquipoiseError: as of :func:`together`; a part that returns something else is an InvalidInput.
 
     >>> gather_numbers(lambda: (7, 8), count=2, group=None, doing="counting")
     [[7, 8]]
     """
-    if group is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return [list(part())]
-    failure: Exception | None = None
-    numbers: Sequence[int] = (0,) * count
-    try:
-        numbers = part()
-    except Exception as error:  # noqa: BLE001 - the one place that does: whatever it is, the other ranks must hear of it
-        failure = error
-    digest = 0 if failure is None else 1 + zlib.crc32(_described(failure))
-    device = device_of(group)
-    mine = torch.tensor([digest, *numbers], dtype=torch.int64, device=device)
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, mine, group=group)
-    table = [cast("list[int]", row.tolist()) for row in everyones]
-    failed = [rank for rank, row in enumerate(table) if row[0]]
-    if not failed:
-        return [row[1:] for row in table]
-    if failure is not None and len(failed) == len(table) and all(row[0] == digest for row in table):
-        raise failure  # the same on all ranks already
-    raise _first_failure(failed[0], failure, group, device, doing) from failure
+    if _is_alone(group):
+        return [_numbers(part, count)]
+    held = HeldBack()
+    numbers = held.run(lambda: _numbers(part, count), instead=[0] * count)
+    return _vote(held, numbers, group, doing)
+
+
+def gather_texts(part: Callable[[], str], *, group: Any, doing: str) -> list[str]:
+    """Like :func:`gather_numbers` for one text of any length from each rank, in two collectives.
+
+    Returns:
+        The texts of every rank, by rank in ``group``.
+
+    >>> gather_texts(lambda: "é", group=None, doing="talking")
+    ['é']
+    """
+    mine: list[bytes] = []
+
+    def run() -> tuple[int, ...]:
+        mine.append(part().encode())
+        return (len(mine[0]),)
+
+    sizes = [size for (size,) in gather_numbers(run, count=1, group=group, doing=doing)]
+    if _is_alone(group):
+        return [mine[0].decode()]
+    width = max(1, *sizes)
+    everyones = [torch.empty(width, dtype=torch.uint8, device=device_of(group)) for _ in sizes]
+    dist.all_gather(everyones, _bytes(mine[0], width).to(device_of(group)), group=group)
+    return [_raw(row)[:size].decode() for row, size in zip(everyones, sizes, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +131,35 @@ def attempt(part: Callable[[], T]) -> Attempt[T]:
     """
     try:
         return Attempt(result=part())
-    except Exception as error:  # noqa: BLE001 - see above; it is raised in the vote
+    except Exception as error:  # noqa: BLE001 - the one place that does: whatever it is, the others must hear of it
         return Attempt(failure=error)
+
+
+class HeldBack:
+    """The first error of this rank, kept while it goes on as the others do, until they vote.
+
+    >>> held = HeldBack()
+    >>> held.run(lambda: 1 // 0, instead=5), held.run(lambda: 7, instead=6)
+    (5, 6)
+    >>> type(held.error).__name__
+    'ZeroDivisionError'
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def run(self, part: Callable[[], T], *, instead: T) -> T:
+        """What ``part`` returns; ``instead`` where it fails or an earlier part has failed."""
+        if self.error is not None:
+            return instead
+        done = attempt(part)
+        self.error = done.failure
+        return instead if done.failure is not None else done.get()
+
+    def release(self) -> None:
+        """Raise the error, if there is one: the last thing that the part of a vote does."""
+        if self.error is not None:
+            raise self.error
 
 
 def device_of(group: Any) -> torch.device:
@@ -123,28 +172,97 @@ def device_of(group: Any) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _first_failure(rank: int, mine: Exception | None, group: Any, device: torch.device, doing: str) -> EquipoiseError:
+def _is_alone(group: Any) -> bool:
+    return group is None or not dist.is_initialized() or dist.get_world_size(group) == 1
+
+
+def _numbers(part: Callable[[], Sequence[int]], count: int) -> list[int]:
+    numbers = [index(number) for number in part()]
+    if len(numbers) != count or any(not -(2**63) <= number < 2**63 for number in numbers):
+        raise InvalidInput(must("part", f"return {count} integers of 64 bits", numbers, "please file a bug"))
+    return numbers
+
+
+def _vote(held: HeldBack, numbers: list[int], group: Any, doing: str) -> list[list[int]]:
+    """The numbers of every rank; raises the error of the first rank that failed."""
+    try:
+        table, error = _heard(held.error, numbers, group, doing)
+    except RuntimeError:
+        held.release()  # the group is broken and nobody can be told: this rank's own error says more than "timed out"
+        raise
+    finally:
+        held.error = None
+    if error is None:
+        return table
+    try:
+        raise error
+    finally:
+        del error  # it holds the part's frames, and these what they worked on
+
+
+def _heard(
+    mine: Exception | None, numbers: list[int], group: Any, doing: str
+) -> tuple[list[list[int]], Exception | None]:
+    """The numbers of every rank, and what this rank has to raise."""
+    digest = 0 if mine is None else 1 + zlib.crc32(_described(mine))
+    filled = [digest, *numbers, *[0] * (_VOTE_NUMBERS - 1 - len(numbers))]
+    row = torch.tensor(filled, dtype=torch.int64, device=device_of(group))
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    table = [cast("list[int]", each.tolist()) for each in rows]
+    failed = [rank for rank, each in enumerate(table) if each[0]]
+    if not failed:
+        return [each[1 : 1 + len(numbers)] for each in table], None
+    if all(each[0] == digest for each in table):
+        return [], mine  # the same on all ranks already
+    error = _first_failure(failed[0], mine, group, doing)
+    error.__cause__ = mine
+    return [], error
+
+
+def _first_failure(rank: int, mine: Exception | None, group: Any, doing: str) -> EquipoiseError:
     """The error of the first rank that failed, as every rank raises it."""
-    message = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-    if dist.get_rank(group) == rank and mine is not None:
-        raw = _described(mine)[:_TEXT_BYTES]
-        message[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    message = message.to(device)
+    raw = _described(mine) if mine is not None and dist.get_rank(group) == rank else b""
+    message = _bytes(raw, _TEXT_BYTES).to(device_of(group))
     dist.broadcast(message, src=dist.get_global_rank(group, rank), group=group)
-    name, _, text = message.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace").partition("\n")
-    known = _raisable(EquipoiseError).get(name)
-    if known is not None:
-        return known(f"rank {rank}: {text}")
+    # a text that was cut may end inside a character
+    kind, _, text = _raw(message).rstrip(b"\0").decode(errors="ignore").partition("\n")
+    name, _, known = kind.partition(" ")
+    error = _classes().get(known)
+    if error is not None:
+        return error(f"rank {rank}: {text}")
     return RankFailed(f"rank {rank} failed while {doing}: {name}: {text}")
 
 
 def _described(error: Exception) -> bytes:
-    return f"{type(error).__name__}\n{error}".encode(errors="replace")
+    """Its class, the class in which every rank can raise it (none if not this package's), and its text."""
+    known = next((_path(each) for each in type(error).__mro__ if _path(each) in _classes()), "")
+    try:
+        text = str(error)
+    except Exception as unsaid:  # noqa: BLE001 - as above: an error that cannot say itself must be heard of, too
+        text = f"(its text cannot be had: {type(unsaid).__name__})"
+    return f"{type(error).__name__} {known}\n{text}".encode(errors="replace")
 
 
-def _raisable(root: type[EquipoiseError]) -> dict[str, type[EquipoiseError]]:
-    """Error classes by name that are made from a text alone."""
-    found = {} if "__init__" in vars(root) else {root.__name__: root}
-    for child in root.__subclasses__():
-        found |= _raisable(child)
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _classes() -> dict[str, type[EquipoiseError]]:
+    """The package's errors that are made from a text alone, by module and name."""
+    found: dict[str, type[EquipoiseError]] = {}
+    kinds: list[type[EquipoiseError]] = [EquipoiseError]
+    for kind in kinds:
+        if "__init__" not in vars(kind):
+            found[_path(kind)] = kind
+            kinds += kind.__subclasses__()
     return found
+
+
+def _bytes(raw: bytes, size: int) -> torch.Tensor:
+    """``raw`` as ``size`` bytes, cut or filled with zeros."""
+    return torch.frombuffer(bytearray(raw[:size].ljust(size, b"\0")), dtype=torch.uint8)
+
+
+def _raw(message: torch.Tensor) -> bytes:
+    return message.cpu().numpy().tobytes()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, cast
 
 import numpy as np
@@ -101,7 +102,7 @@ def test_pairs_stay_together() -> None:
     assert sorted(i for part in sizes(cut) for i in part) == list(range(8))
     for part in sizes(cut):
         assert all((i ^ 1) in part for i in part)
-    with pytest.raises(InvalidInput, match=r"rank 0.*force_group_size = 2.*got 3"):
+    with pytest.raises(InvalidInput, match=r"rows.*force_group_size = 2.*got 3"):
         prepare_micro_batches(rows([1, 1, 1]), max_token_len=9, force_group_size=2)
     with pytest.raises(InvalidInput, match=r"micro_batch_size.*force_group_size = 2.*got 3"):
         prepare_micro_batches(rows([1, 1, 1, 1]), micro_batch_size=3, force_group_size=2)
@@ -169,16 +170,29 @@ def test_a_plan_refuses_other_rows_and_settings() -> None:
         ({"micro_batch_size": 0}, "micro_batch_size.*got 0"),
         (
             {"micro_batch_size": 2},
-            r"rank 0.*micro_batch_size = 2.*got 3.*\[1, 3",
+            r"rows.*micro_batch_size = 2.*got 3.*\[1, 3",
         ),
         ({"max_token_len": 4, "on_shortage": "zero"}, "on_shortage.*'error', 'zero_weight'.*got 'zero'"),
         ({"max_token_len": 4, "oversize": "drop"}, "oversize.*got 'drop'"),
-        ({"max_token_len": 4}, r"row 1 of rank 0.*\b4\b.*got 5"),
+        ({"max_token_len": 4}, r"row 1.*\b4\b.*got 5"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidInput, match=text):
         prepare_micro_batches(rows([3, 5, 3]), **settings)
+
+
+def test_columns_that_cannot_be_cut_are_found_before_ranks_go_on() -> None:
+    """Case: nested ids that are not jagged, which raised AttributeError on one rank while the other waited for ever."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls this layout a prototype
+        strided = torch.nested.nested_tensor([torch.arange(3), torch.arange(2)])
+    with pytest.raises(InvalidInput, match=r"'input_ids'.*jagged"):
+        prepare_micro_batches(TensorDict({"input_ids": strided}, batch_size=[2]), max_token_len=8)
+    data = rows([3, 2])
+    data._tensordict["number"] = torch.arange(3)  # pyright: ignore[reportPrivateUsage] - as a careless caller would
+    with pytest.raises(InvalidInput, match=r"'number'.*\b2\b.*got 3"):
+        prepare_micro_batches(data, max_token_len=8)
 
 
 def test_a_row_without_a_token_is_refused() -> None:

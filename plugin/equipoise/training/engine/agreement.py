@@ -1,33 +1,76 @@
-"""Ranks agree on the number of micro-batches, and on what is wrong with any rank's rows, in one all-reduce."""
+"""What is asked of micro-batches, and how ranks agree on their number: in one collective, which carries errors too."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from enum import IntEnum
-from typing import Any, cast
+from typing import Any
 
-import torch
-import torch.distributed as dist
+from equipoise._checks import positive
+from equipoise.errors import InfeasiblePlan, InvalidInput, must, nearest
+from equipoise.together import gather_numbers
 
-from equipoise.errors import InfeasiblePlan, InvalidInput, must
-from equipoise.training.engine.device import collective_device
-
-_CAP = "max_token_len (max_token_len_per_gpu of an engine, × sp_size)"
+CAP = "max_token_len (max_token_len_per_gpu of an engine, × sp_size)"
+"""The settings behind the cap, for errors."""
 
 
-class Fault(IntEnum):
-    """Why a rank cannot cut its rows; the number travels, and every rank says the same."""
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What is asked of the micro-batches, the same on all ranks."""
 
-    NONE = 0
-    OVERSIZE = 1
-    """A row (or group of rows) has more tokens than the cap."""
-    ODD = 2
-    """The rows are no multiple of the group size."""
-    INDIVISIBLE = 3
-    """The rows are no multiple of the fixed micro-batch size."""
-    MALFORMED = 4
-    """The batch lacks what is needed; the rank's own error says what."""
+    cap: int | None
+    rows: int | None
+    together: int
+    multiple: int
+    least: int
+    fill: bool
+    alone: bool
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        planned: bool,
+        max_token_len: int | None,
+        micro_batch_size: int | None,
+        sp_size: int,
+        force_group_size: int,
+        multiple: int,
+        min_micro_batches: int,
+        on_shortage: str,
+        oversize: str,
+    ) -> Ask:
+        """The arguments of :func:`equipoise.prepare_micro_batches`, checked.
+
+        Raises:
+            InvalidInput: one breaks its rule, or two exclude each other.
+        """
+        for field, value in (("max_token_len", max_token_len), ("micro_batch_size", micro_batch_size)):
+            if value is not None:
+                positive(field, value, "pass what one micro-batch holds")
+        ask = cls(
+            cap=None
+            if max_token_len is None
+            else int(max_token_len) * positive("sp_size", sp_size, "use 1 without it"),
+            rows=micro_batch_size,
+            together=positive("force_group_size", force_group_size, "use 1 for rows that may part"),
+            multiple=positive("multiple", multiple, "use 1 for any count"),
+            least=positive("min_micro_batches", min_micro_batches, "use 1 for as few as fit"),
+            fill=_choice("on_shortage", on_shortage, ("error", "zero_weight")) == "zero_weight",
+            alone=_choice("oversize", oversize, ("error", "alone")) == "alone",
+        )
+        if planned:
+            if (ask.cap, ask.rows, ask.together, ask.multiple, ask.least) != (None, None, 1, 1, 1):
+                remedy = "put them into the plan's StepSpec (keep_groups for groups)"
+                raise InvalidInput(must("settings of micro-batches", "be left out with a plan", "both", remedy))
+        elif (ask.cap is None) == (ask.rows is None):
+            got = {"max_token_len": max_token_len, "micro_batch_size": micro_batch_size}
+            raise InvalidInput(must("plan, max_token_len, micro_batch_size", "be exactly one", got, "pass one of them"))
+        elif ask.rows is not None and ask.rows % ask.together:
+            rule = f"be a multiple of force_group_size = {ask.together}"
+            raise InvalidInput(must("micro_batch_size", rule, ask.rows, "count rows, not groups"))
+        return ask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +80,12 @@ class Need:
     Attributes:
         count: micro-batches that its rows need.
         most: micro-batches that its rows can fill.
-        fault: see :class:`Fault`.
-        row: where the fault is.
-        got: the value at fault.
-        settings: checksum of what all ranks were asked for.
+        settings: checksum of what it was asked for.
     """
 
-    count: int = 0
-    most: int = 0
-    fault: int = Fault.NONE
-    row: int = 0
-    got: int = 0
-    settings: int = 0
+    count: int
+    most: int
+    settings: int
 
 
 def checksum(*settings: Any) -> int:
@@ -56,48 +93,20 @@ def checksum(*settings: Any) -> int:
     return zlib.crc32(repr(settings).encode())
 
 
-def agree(mine: Need, group: Any) -> list[Need]:
-    """The needs of all ranks of ``group``, by rank; one all-reduce of six integers a rank, none for a single rank."""
-    if group is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return [mine]
-    numbers = astuple(mine)
-    table = torch.zeros(dist.get_world_size(group), len(numbers), dtype=torch.int64, device=collective_device(group))
-    table[dist.get_rank(group)] = torch.tensor(numbers, dtype=torch.int64)
-    dist.all_reduce(table, group=group)
-    rows = cast("list[list[int]]", table.tolist())
-    names = tuple(Need.__dataclass_fields__)
-    return [Need(**dict(zip(names, row, strict=True))) for row in rows]
-
-
-def raise_alike(needs: list[Need], *, cap: int | None, force_group_size: int, micro_batch_size: int | None) -> None:
-    """Raise the first fault of any rank: the same error on every rank.
+def agree(part: Callable[[], Need], group: Any) -> list[Need]:
+    """The needs of all ranks of ``group``, by rank; one all-gather, none for a single rank.
 
     Raises:
-        InvalidInput: settings that differ, an odd row count, rows that the fixed size does not divide.
-        InfeasiblePlan: a row above the cap.
+        InvalidInput: settings that differ.
+        EquipoiseError: what ``part`` raised on any rank; on every rank.
     """
-    for rank, need in enumerate(needs):
-        if need.settings != needs[0].settings:
-            rule = "be the same on all ranks"
-            raise InvalidInput(
-                must("micro-batch settings", rule, f"others on rank {rank} than on 0", "mend its config")
-            )
-    for rank, need in enumerate(needs):
-        if need.fault == Fault.NONE:
-            continue
-        if need.fault == Fault.OVERSIZE:
-            what = "row" if force_group_size == 1 else f"group of {force_group_size} rows from row"
-            rule = f"have at most {cap} tokens, the cap of a micro-batch"
-            remedy = f'raise {_CAP} to {need.got}, shorten the row, or pass oversize="alone"'
-            raise InfeasiblePlan(must(f"{what} {need.row} of rank {rank}", rule, need.got, remedy))
-        if need.fault == Fault.ODD:
-            rule = f"be a multiple of force_group_size = {force_group_size}"
-            raise InvalidInput(must(f"rows of rank {rank}", rule, need.got, "keep groups whole on each rank"))
-        if need.fault == Fault.INDIVISIBLE:
-            rule = f"be a multiple of micro_batch_size = {micro_batch_size}"
-            legal = [size for size in range(1, need.got + 1) if need.got % size == 0 and size % force_group_size == 0]
-            raise InvalidInput(must(f"rows of rank {rank}", rule, need.got, f"legal sizes: {legal}"))
-        raise InvalidInput(must(f"data of rank {rank}", "hold rows that can be measured", "none", "see its own error"))
+    rows = gather_numbers(lambda: astuple(part()), count=3, group=group, doing="cutting rows into micro-batches")
+    needs = [Need(count=count, most=most, settings=settings) for count, most, settings in rows]
+    others = [rank for rank, need in enumerate(needs) if need.settings != needs[0].settings]
+    if others:
+        rule = "be the same on all ranks"
+        raise InvalidInput(must("micro-batch settings", rule, f"others on ranks {others} than on 0", "fix the config"))
+    return needs
 
 
 def raise_shortage(needs: list[Need], count: int, *, multiple: int) -> None:
@@ -111,5 +120,11 @@ def raise_shortage(needs: list[Need], count: int, *, multiple: int) -> None:
             rule = (
                 f"fill {count} micro-batches, as many as other ranks, min_micro_batches or multiple = {multiple} need"
             )
-            remedy = f'raise {_CAP}, balance rows with a plan, or pass on_shortage="zero_weight"'
+            remedy = f'raise {CAP}, balance rows with a plan, or pass on_shortage="zero_weight"'
             raise InfeasiblePlan(must(f"rows of rank {rank}", rule, f"enough for {need.most}", remedy))
+
+
+def _choice(field: str, value: str, options: tuple[str, ...]) -> str:
+    if value not in options:
+        raise InvalidInput(must(field, f"be one of {list(options)}", value, nearest(str(value), options)))
+    return value

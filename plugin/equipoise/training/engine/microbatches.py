@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,15 +16,14 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from equipoise._arrays import IntArray
-from equipoise._checks import positive
-from equipoise.errors import InvalidInput, must, nearest
+from equipoise.errors import InfeasiblePlan, InvalidInput, must
 from equipoise.planning.partition import pack
 from equipoise.planning.partition.pack import round_up
 from equipoise.planning.step.result import StepPlan
 from equipoise.training.batch import consecutive, cut_rows, join_outputs
 from equipoise.training.batch.cut import Outputs
 from equipoise.training.batch.reorder import num_rows, row_lengths, rows_of
-from equipoise.training.engine.agreement import Fault, Need, agree, checksum, raise_alike, raise_shortage
+from equipoise.training.engine.agreement import CAP, Ask, Need, agree, checksum, raise_shortage
 
 _FILLER_TOKENS = 2
 
@@ -75,8 +75,8 @@ def prepare_micro_batches(
     """Cut a rank's rows by a plan, under a token cap, or into a fixed number of rows.
 
     By a plan, no rank asks another: rows that are not the plan's are an error on their rank alone. Otherwise the ranks
-    of ``group`` agree on one count in one all-reduce, which also carries what is wrong with any rank's rows: an error
-    is raised on all of them, with the same text.
+    of ``group`` agree on one count in one all-gather, which also carries what goes wrong on any rank: the error is
+    raised on all of them, with the same text.
 
     Args:
         data: this rank's rows: jagged ``input_ids``, or dense ones beside an ``attention_mask``. With a plan they are
@@ -106,46 +106,33 @@ def prepare_micro_batches(
     >>> [rows.tolist() for rows in cut.indices]
     [[0], [1, 2]]
     """
-    for field, value in (("max_token_len", max_token_len), ("micro_batch_size", micro_batch_size)):
-        if value is not None:
-            positive(field, value, "pass what one micro-batch holds")
-    ask = _Ask(
-        cap=None if max_token_len is None else int(max_token_len) * positive("sp_size", sp_size, "use 1 without it"),
-        rows=micro_batch_size,
-        together=positive("force_group_size", force_group_size, "use 1 for rows that may part"),
-        multiple=positive("multiple", multiple, "use 1 for any count"),
-        least=positive("min_micro_batches", min_micro_batches, "use 1 for as few as fit"),
-        fill=_choice("on_shortage", on_shortage, ("error", "zero_weight")) == "zero_weight",
-        alone=_choice("oversize", oversize, ("error", "alone")) == "alone",
+    ask = partial(
+        Ask.of,
+        planned=plan is not None,
+        max_token_len=max_token_len,
+        micro_batch_size=micro_batch_size,
+        sp_size=sp_size,
+        force_group_size=force_group_size,
+        multiple=multiple,
+        min_micro_batches=min_micro_batches,
+        on_shortage=on_shortage,
+        oversize=oversize,
     )
     if plan is not None:
-        indices = _planned(data, plan, rank, mini_batch, ask, group)
+        ask()
+        indices = _planned(data, plan, rank, mini_batch, group)
         return MicroBatches(cut_rows(data, indices), indices)
-    if (max_token_len is None) == (micro_batch_size is None):
-        got = {"max_token_len": max_token_len, "micro_batch_size": micro_batch_size}
-        raise InvalidInput(must("plan, max_token_len, micro_batch_size", "be exactly one", got, "pass one of them"))
     if group is None and dist.is_initialized() and dist.get_world_size() > 1:
         rule = f"be the data-parallel group of {dist.get_world_size()} processes"
         raise InvalidInput(must("group", rule, None, "pass it, so that ranks agree on a count, or pass a plan"))
-    if ask.rows is not None and ask.rows % ask.together:
-        rule = f"be a multiple of force_group_size = {ask.together}"
-        raise InvalidInput(must("micro_batch_size", rule, ask.rows, "count rows, not groups"))
     indices = _agreed(data, ask, group)
     real = iter(cut_rows(data, [rows for rows in indices if rows.size]))
     return MicroBatches([next(real) if rows.size else _filler(data) for rows in indices], indices)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ask:
-    """What is asked of the micro-batches, the same on all ranks."""
-
-    cap: int | None
-    rows: int | None
-    together: int
-    multiple: int
-    least: int
-    fill: bool
-    alone: bool
+def weightless(count: int) -> MicroBatches:
+    """As many micro-batches of zero weight: what a rank runs where its own rows are unfit and the others go on."""
+    return MicroBatches([_filler(None) for _ in range(count)], [np.zeros(0, dtype=np.int64)] * count)
 
 
 def token_lengths(data: TensorDict) -> IntArray:
@@ -169,61 +156,83 @@ def token_lengths(data: TensorDict) -> IntArray:
     return np.asarray([int(length) for length in lengths], dtype=np.int64)
 
 
-def _agreed(data: TensorDict, ask: _Ask, group: Any) -> list[IntArray]:
-    mine = Need()
-    units, parts = np.zeros(0, dtype=np.int64), list[IntArray]()
-    own_error: Exception | None = None
-    try:
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """The rows of this rank in its own fewest micro-batches.
+
+    Attributes:
+        ask: what was asked.
+        units: tokens of each row, or group of rows that stay together.
+        parts: units of each micro-batch.
+        need: what the other ranks have to know.
+    """
+
+    ask: Ask
+    units: IntArray
+    parts: list[IntArray]
+    need: Need
+
+    @classmethod
+    def of(cls, data: TensorDict, ask: Ask) -> _Cut:
+        cut_rows(data, [])  # columns that cannot be cut are found before the ranks go on
         lengths = token_lengths(data)
         if lengths.size and lengths.min() < 1:
             row = int(lengths.argmin())
             raise InvalidInput(must(f"row {row}", "have a token", 0, "drop the row, or pad it to one"))
-        mine, units, parts = _first_cut(lengths, ask)
-    except (InvalidInput, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        # the other ranks are told of it first
-        own_error = error
-        mine = Need(fault=Fault.MALFORMED)
-    mine = Need(**{**mine.__dict__, "settings": checksum(ask)})
-    needs = agree(mine, group)
-    if own_error is not None:
-        raise own_error
-    raise_alike(needs, cap=ask.cap, force_group_size=ask.together, micro_batch_size=ask.rows)
-    count = round_up(max(ask.least, *(need.count for need in needs)), ask.multiple)
-    if not ask.fill:
-        raise_shortage(needs, count, multiple=ask.multiple)
-    if ask.cap is not None:
-        parts = _refined(units, parts, min(count, mine.most), ask)
-    indices = [(part[:, None] * ask.together + np.arange(ask.together)).ravel() for part in parts]
+        units, parts = _first_cut(lengths, ask)
+        most = len(parts) if ask.rows is not None else int(units.size)
+        return cls(ask=ask, units=units, parts=parts, need=Need(count=len(parts), most=most, settings=checksum(ask)))
+
+
+def _agreed(data: TensorDict, ask: Callable[[], Ask], group: Any) -> list[IntArray]:
+    cuts: list[_Cut] = []
+
+    def part() -> Need:
+        cuts.append(_Cut.of(data, ask()))
+        return cuts[0].need
+
+    needs = agree(part, group)
+    cut, asked = cuts[0], cuts[0].ask
+    count = round_up(max(asked.least, *(need.count for need in needs)), asked.multiple)
+    if not asked.fill:
+        raise_shortage(needs, count, multiple=asked.multiple)
+    parts = cut.parts
+    if asked.cap is not None:
+        parts = _refined(cut.units, parts, min(count, cut.need.most), asked)
+    indices = [(part[:, None] * asked.together + np.arange(asked.together)).ravel() for part in parts]
     return indices + [np.zeros(0, dtype=np.int64)] * (count - len(indices))
 
 
-def _first_cut(lengths: IntArray, ask: _Ask) -> tuple[Need, IntArray, list[IntArray]]:
-    """What this rank needs, the tokens of its units (rows, or groups of them), and its own fewest micro-batches."""
-    empty = np.zeros(0, dtype=np.int64)
-    if lengths.size % ask.together:
-        return Need(fault=Fault.ODD, got=int(lengths.size)), empty, []
+def _first_cut(lengths: IntArray, ask: Ask) -> tuple[IntArray, list[IntArray]]:
+    """The tokens of this rank's units (rows, or groups of them), and its own fewest micro-batches."""
+    rows = int(lengths.size)
+    if rows % ask.together:
+        rule = f"be a multiple of force_group_size = {ask.together}"
+        raise InvalidInput(must("rows", rule, rows, "keep groups whole on each rank"))
     units = lengths.reshape(-1, ask.together).sum(axis=1)
     if not units.size:
-        return Need(), empty, []
+        return units, []
     if ask.rows is not None:
-        if lengths.size % ask.rows:
-            return Need(fault=Fault.INDIVISIBLE, got=int(lengths.size)), empty, []
-        parts = np.split(np.arange(units.size, dtype=np.int64), lengths.size // ask.rows)
-        return Need(count=len(parts), most=len(parts)), units, parts
+        if rows % ask.rows:
+            legal = [size for size in range(1, rows + 1) if rows % size == 0 and size % ask.together == 0]
+            rule = f"be a multiple of micro_batch_size = {ask.rows}"
+            raise InvalidInput(must("rows", rule, rows, f"legal sizes: {legal}"))
+        return units, np.split(np.arange(units.size, dtype=np.int64), rows // ask.rows)
     widest = int(units.argmax())
     if ask.cap is not None and units[widest] > ask.cap and not ask.alone:
-        fault = Need(fault=Fault.OVERSIZE, row=widest * ask.together, got=int(units[widest]))
-        return fault, empty, []
-    parts = _packed(units, ask, 1)
-    return Need(count=len(parts), most=int(units.size)), units, parts
+        what = "row" if ask.together == 1 else f"group of {ask.together} rows from row"
+        rule = f"have at most {ask.cap} tokens, the cap of a micro-batch"
+        remedy = f'raise {CAP} to {int(units[widest])}, shorten the row, or pass oversize="alone"'
+        raise InfeasiblePlan(must(f"{what} {widest * ask.together}", rule, int(units[widest]), remedy))
+    return units, _packed(units, ask, 1)
 
 
-def _packed(units: IntArray, ask: _Ask, least: int) -> list[IntArray]:
+def _packed(units: IntArray, ask: Ask, least: int) -> list[IntArray]:
     capacity = ask.cap if ask.cap is not None else int(units.sum())
     return pack(units, capacity=capacity, min_groups=least, oversize="alone" if ask.alone else "error")
 
 
-def _refined(units: IntArray, parts: list[IntArray], count: int, ask: _Ask) -> list[IntArray]:
+def _refined(units: IntArray, parts: list[IntArray], count: int, ask: Ask) -> list[IntArray]:
     """Exactly ``count`` micro-batches, at least as many as ``parts``."""
     if count <= len(parts):
         return parts
@@ -237,12 +246,7 @@ def _refined(units: IntArray, parts: list[IntArray], count: int, ask: _Ask) -> l
     return parts
 
 
-def _planned(
-    data: TensorDict, plan: StepPlan, rank: int | None, mini_batch: int | None, ask: _Ask, group: Any
-) -> list[IntArray]:
-    if ask.cap is not None or ask.rows is not None or ask.together > 1 or ask.multiple > 1 or ask.least > 1:
-        remedy = "put them into the plan's StepSpec (keep_groups for groups)"
-        raise InvalidInput(must("settings of micro-batches", "be left out with a plan", "both", remedy))
+def _planned(data: TensorDict, plan: StepPlan, rank: int | None, mini_batch: int | None, group: Any) -> list[IntArray]:
     ranks = 1 if group is None else dist.get_world_size(group)
     if group is not None and ranks != plan.dp_size:
         raise InvalidInput(
@@ -289,18 +293,12 @@ def _rank(rank: int | None, group: Any) -> int:
     return 0
 
 
-def _filler(data: TensorDict) -> TensorDict:
+def _filler(data: TensorDict | None) -> TensorDict:
     """One row that any model takes: token 0 twice."""
-    ids = data.get("input_ids", None)
+    ids = None if data is None else data.get("input_ids", None)
     device = ids.device if isinstance(ids, torch.Tensor) else None
     row = torch.zeros(1, _FILLER_TOKENS, dtype=torch.int64, device=device)
     if isinstance(ids, torch.Tensor) and not ids.is_nested:
         return TensorDict({"input_ids": row, "attention_mask": torch.ones_like(row)}, batch_size=[1])
     jagged = torch.nested.as_nested_tensor([row[0]], layout=torch.jagged)
     return TensorDict({"input_ids": jagged}, batch_size=[1])
-
-
-def _choice(field: str, value: str, options: tuple[str, ...]) -> str:
-    if value not in options:
-        raise InvalidInput(must(field, f"be one of {list(options)}", value, nearest(str(value), options)))
-    return value

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from equipoise._checks import as_lengths
 from equipoise.errors import InvalidInput, must
 from equipoise.planning.step import StepPlan
-from equipoise.training.loss.collective import device_of
+from equipoise.together import gather_numbers
 from equipoise.training.loss.sequences import segment_keys, sequences_of
 
 
@@ -43,7 +42,7 @@ class LossDenominators:
         segment_ids: torch.Tensor | None = None,
         group: Any = None,
     ) -> LossDenominators:
-        """Count this rank's rows of the mini-batch and add up over ``group`` in one all-reduce.
+        """Count this rank's rows of the mini-batch and add up over ``group`` in one all-gather.
 
         Args:
             loss_mask: shape (rows, width), or jagged; nonzero where a token counts.
@@ -52,27 +51,20 @@ class LossDenominators:
             group: process group of the data-parallel ranks; None for this process alone.
 
         Raises:
-            InvalidInput: shapes that do not fit.
+            InvalidInput: shapes that do not fit, on any rank.
 
         >>> LossDenominators.of(torch.tensor([[1, 1, 0], [1, 1, 1]]), is_padding=[False, True])
         LossDenominators(num_tokens=2, num_rows=1)
         """
-        tokens = sequences_of(loss_mask, segment_ids=segment_ids, is_padding=is_padding).chosen.sum()
-        rows = loss_mask.shape[0]
-        device = tokens.device
-        padding = torch.zeros(rows, dtype=torch.bool, device=device)
-        if is_padding is not None:
-            padding = torch.as_tensor(is_padding, device=device).bool()
-        if segment_ids is None:
-            num_rows = (~padding).sum()
-        else:
-            key, inside = segment_keys(segment_ids, loss_mask)
-            num_rows = torch.tensor(torch.unique(key[inside & ~padding.unsqueeze(-1)]).numel(), device=device)
-        counts = torch.stack([tokens, num_rows])
-        if group is not None:
-            counts = counts.to(device_of(group))
-            dist.all_reduce(counts, group=group)
-        return cls(num_tokens=int(counts[0]), num_rows=int(counts[1]))
+
+        def counted() -> list[int]:
+            chosen = sequences_of(loss_mask, segment_ids=segment_ids, is_padding=is_padding).chosen
+            num_rows = _num_rows(loss_mask, is_padding, segment_ids)
+            return cast("list[int]", torch.stack([chosen.sum(), num_rows]).tolist())
+
+        counts = gather_numbers(counted, count=2, group=group, doing="counting the tokens of a mini-batch")
+        num_tokens, num_real = map(sum, zip(*counts, strict=True))
+        return cls(num_tokens=num_tokens, num_rows=num_real)
 
     @classmethod
     def from_plan(cls, plan: StepPlan, loss_tokens: Any, *, is_padding: Any = None) -> tuple[LossDenominators, ...]:
@@ -109,3 +101,14 @@ class LossDenominators:
                 raise InvalidInput(must("is_padding", rule, int(rows.size), "pass what plan_step was given"))
             found.append(cls(num_tokens=int(counts[rows].sum()), num_rows=num_rows))
         return tuple(found)
+
+
+def _num_rows(loss_mask: torch.Tensor, is_padding: Any, segment_ids: torch.Tensor | None) -> torch.Tensor:
+    """Real rows, or the real sequences in packed ones."""
+    padding = torch.zeros(loss_mask.shape[0], dtype=torch.bool, device=loss_mask.device)
+    if is_padding is not None:
+        padding = torch.as_tensor(is_padding, device=loss_mask.device).bool()
+    if segment_ids is None:
+        return (~padding).sum()
+    key, inside = segment_keys(segment_ids, loss_mask)
+    return torch.tensor(torch.unique(key[inside & ~padding.unsqueeze(-1)]).numel(), device=loss_mask.device)

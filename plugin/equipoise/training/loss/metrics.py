@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from equipoise._checks import of_kind
 from equipoise.errors import InvalidInput, must
-from equipoise.training.loss.collective import device_of
+from equipoise.together import device_of, gather_numbers, gather_texts
 from equipoise.training.loss.sequences import flat, sequences_of
 
 Scalar = Union[float, int, torch.Tensor]  # noqa: UP007 - evaluated at run time, on Python 3.10 too
@@ -194,7 +195,7 @@ def metric_values(metrics: Mapping[str, AnyMetric], *, prefix: str = "") -> dict
 def reduce_metrics(metrics: Mapping[str, AnyMetric], *, group: Any = None) -> dict[str, AnyMetric]:
     """Merge over the ranks of ``group``: one all-reduce for all means, one for all largest and smallest.
 
-    A small all-reduce before them tells whether all ranks have the same names and kinds, so that a difference is an
+    A small all-gather before them tells whether all ranks have the same names and kinds, so that a difference is an
     error on every rank and none is left waiting.
 
     Args:
@@ -207,51 +208,99 @@ def reduce_metrics(metrics: Mapping[str, AnyMetric], *, group: Any = None) -> di
     Raises:
         InvalidInput: ranks differ in names or kinds, or a value is no metric; on all ranks alike.
     """
-    kinds = {str(name): type(metrics[name]).__name__ for name in sorted(metrics, key=str)}
-    if group is not None:
-        _agree(kinds, group)
-    for name, metric in metrics.items():
-        if not isinstance(cast(object, metric), (Metric, MaxMetric, MinMetric)):
-            raise InvalidInput(must(f"metric {name!r}", "be a Metric", type(metric).__name__, "use Metric(sum, count)"))
     if group is None:
-        return {name: metrics[name] for name in kinds}
-    device = device_of(group)
-    means = {name: metric for name in kinds if isinstance(metric := metrics[name], Metric)}
-    largest = {name: metric.largest for name in kinds if isinstance(metric := metrics[name], MaxMetric)}
-    smallest = {name: -metric.smallest for name in kinds if isinstance(metric := metrics[name], MinMetric)}
-    sums = _reduced([part for m in means.values() for part in (m.sum, m.count)], dist.ReduceOp.SUM, device, group)
-    tops = _reduced([*largest.values(), *smallest.values()], dist.ReduceOp.MAX, device, group)
-    found: dict[str, AnyMetric] = {}
-    for i, name in enumerate(means):
-        found[name] = Metric(sums[2 * i], sums[2 * i + 1])
-    for i, name in enumerate(largest):
-        found[name] = MaxMetric(tops[i])
-    for i, name in enumerate(smallest, start=len(largest)):
-        found[name] = MinMetric(-tops[i])
-    return {name: found[name] for name in kinds}
+        names = list(_checked(metrics))
+        return {name: metrics[name] for name in names}
+    mine: list[_Sums] = []
+
+    def part() -> tuple[int]:
+        mine.append(_Sums.of(_checked(metrics), device_of(group)))
+        return (_digest(mine[0].kinds),)
+
+    digests = gather_numbers(part, count=1, group=group, doing="merging metrics")
+    sums = mine[0]
+    if any(digest != digests[0] for digest in digests):
+        raise _difference(sums.kinds, group)
+    for values, op in ((sums.means, dist.ReduceOp.SUM), (sums.extremes, dist.ReduceOp.MAX)):
+        if values.numel():
+            dist.all_reduce(values, op=op, group=group)
+    return sums.metrics()
 
 
-def _reduced(values: list[Scalar], op: Any, device: torch.device, group: Any) -> torch.Tensor:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Sums:
+    """The metrics of a rank as two vectors, by kind and name.
+
+    Attributes:
+        kinds: name of the class by metric, sorted by metric.
+        means: sum and count of each mean, one after the other.
+        extremes: the largest of each, and the negated smallest of each.
+    """
+
+    kinds: dict[str, str]
+    means: torch.Tensor
+    extremes: torch.Tensor
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, AnyMetric], device: torch.device) -> _Sums:
+        means: list[Scalar] = []
+        largest: list[Scalar] = []
+        smallest: list[Scalar] = []
+        for metric in metrics.values():
+            if isinstance(metric, Metric):
+                means += (metric.sum, metric.count)
+            elif isinstance(metric, MaxMetric):
+                largest.append(metric.largest)
+            else:
+                smallest.append(-metric.smallest)
+        return cls(
+            kinds={name: type(metric).__name__ for name, metric in metrics.items()},
+            means=_vector(means, device),
+            extremes=_vector([*largest, *smallest], device),
+        )
+
+    def metrics(self) -> dict[str, AnyMetric]:
+        means, extremes = iter(self.means), iter(self.extremes)
+        found: dict[str, AnyMetric] = {}
+        for kind in (Metric, MaxMetric, MinMetric):
+            for name in (name for name, its in self.kinds.items() if its == kind.__name__):
+                if kind is Metric:
+                    found[name] = Metric(next(means), next(means))
+                else:
+                    value = next(extremes)
+                    found[name] = MaxMetric(value) if kind is MaxMetric else MinMetric(-value)
+        return {name: found[name] for name in self.kinds}
+
+
+def _checked(metrics: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:
+    """The metrics sorted by name.
+
+    Raises:
+        InvalidInput: a value is no metric.
+    """
+    found = {str(name): metrics[name] for name in sorted(metrics, key=str)}
+    for name, metric in found.items():
+        of_kind(f"metric {name!r}", metric, (Metric, MaxMetric, MinMetric), "use Metric(sum, count)")
+    return found
+
+
+def _vector(values: list[Scalar], device: torch.device) -> torch.Tensor:
     if not values:
         return torch.zeros(0, dtype=torch.float64, device=device)
-    flat = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
-    dist.all_reduce(flat, op=op, group=group)
-    return flat
+    return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
 
 
-def _agree(kinds: dict[str, str], group: Any) -> None:
-    """Raise on every rank unless all have the same names and kinds."""
-    digest = hashlib.sha256(repr(kinds).encode()).digest()
-    number = int.from_bytes(digest[:7], "big")
-    bounds = torch.tensor([number, -number], device=device_of(group))
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    if int(bounds[0]) == -int(bounds[1]):
-        return
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, kinds, group=group)
-    common = set(kinds.items()).intersection(*(set(each.items()) for each in everyones))
-    rest = {rank: sorted(set(each.items()) - common) for rank, each in enumerate(everyones)}
-    raise InvalidInput(must("metrics", "have the same names and kinds on all ranks", rest, "log empty ones as (0, 0)"))
+def _digest(kinds: dict[str, str]) -> int:
+    return int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:7], "big")
+
+
+def _difference(kinds: dict[str, str], group: Any) -> InvalidInput:
+    """The error of ranks with other names or kinds, the same on all."""
+    texts = gather_texts(lambda: json.dumps(kinds), group=group, doing="comparing metrics")
+    everyones = [set(cast("dict[str, str]", json.loads(text)).items()) for text in texts]
+    common = set[tuple[str, str]].intersection(*everyones)
+    rest = {rank: sorted(each - common) for rank, each in enumerate(everyones)}
+    return InvalidInput(must("metrics", "have the same names and kinds on all ranks", rest, "log empty ones as (0, 0)"))
 
 
 def _scalar(field: str, value: Scalar) -> Scalar:
