@@ -31,13 +31,13 @@ class Ask:
     def of(
         cls,
         *,
-        planned: bool,
+        planned: bool = False,
         max_token_len: int | None,
         micro_batch_size: int | None,
         sp_size: int,
         force_group_size: int,
-        multiple: int,
-        min_micro_batches: int,
+        multiple: int = 1,
+        min_micro_batches: int = 1,
         on_shortage: str,
         oversize: str,
     ) -> Ask:

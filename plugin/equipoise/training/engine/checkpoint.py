@@ -1,8 +1,9 @@
 """Checkpoints that a killed process cannot harm.
 
-A save goes to a hidden folder, is flushed to disk and renamed; only then does the file ``latest`` change, by a rename
-too. Until that, ``latest`` names the one before, which is removed last. The format is that of
-``torch.distributed.checkpoint``: any engine and any number of ranks loads what another saved.
+A save goes to a hidden folder, is flushed to disk, read back and renamed; only then does the file ``latest`` change, by
+a rename too. Until that, ``latest`` names the one before, which is removed last. The format is that of
+``torch.distributed.checkpoint``: any engine and any number of ranks loads what another saved. That format holds pickles
+(its metadata and what is no tensor): load only what you trust. ``extra`` is read without running code.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -11,20 +12,27 @@ too. Until that, ``latest`` names the one before, which is removed last. The for
 from __future__ import annotations
 
 import os
+import re
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from equipoise._checks import is_whole
 from equipoise.errors import EquipoiseError, InvalidInput, must
+from equipoise.together import RankFailed, gather_numbers, together
 
 LATEST = "latest"
 """File that names the folder of the last complete checkpoint."""
 _EXTRA = "extra.pt"
+_NAME = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype)
+_NESTED = (list, tuple, set, dict, OrderedDict)
 
 
 class CheckpointError(EquipoiseError, RuntimeError):
@@ -33,19 +41,21 @@ class CheckpointError(EquipoiseError, RuntimeError):
 
 def save(
     folder: str | Path,
-    state: dict[str, Any],
+    state: Callable[[], dict[str, Any]],
     *,
     step: int,
+    counters: Mapping[str, Any],
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path:
-    """Save ``state`` of all ranks as ``folder/step_<step>`` and point ``latest`` at it.
+    """Save the state of all ranks as ``folder/step_<step>`` and point ``latest`` at it.
 
     Args:
         folder: on a disk that all ranks see.
-        state: tensors and plain values, nested; sharded tensors are saved shard by shard.
+        state: gives tensors and plain values, nested; sharded tensors are saved shard by shard.
         step: number in the name; a second save of one step gets a name of its own.
-        extra: plain values and tensors of rank 0.
+        counters: the engine's own plain values.
+        extra: the caller's plain values and tensors, nested in lists, tuples, sets and dictionaries; those of rank 0.
         keep: how many of the newest checkpoints stay; None for all.
 
     Returns:
@@ -53,47 +63,58 @@ def save(
 
     Raises:
         CheckpointError: on every rank, whichever could not write.
-        InvalidInput: ``step`` or ``keep`` breaks its rule.
+        InvalidInput: ``step`` or ``keep`` breaks its rule, or ``extra`` holds what could not be loaded again.
     """
-    if step < 0:
-        raise InvalidInput(must("global_step", "be at least 0", step, "pass the optimizer steps done"))
-    if keep is not None and keep < 1:
-        raise InvalidInput(must("max_ckpt_to_keep", "be at least 1", keep, "use None to keep all"))
     root = Path(folder)
-    draft = root / f".draft_step_{step:08d}"
+    draft = root / f".draft_step_{step:08d}" if is_whole(step) else root
 
-    def prepare() -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob(".draft_*"):  # of a save that was killed
-            shutil.rmtree(left)
-        draft.mkdir()
-        with (draft / _EXTRA).open("wb") as file:
-            torch.save(dict(extra or {}), file)
-            _flush(file.fileno())
+    def prepare() -> dict[str, Any]:
+        if not is_whole(step):
+            raise InvalidInput(must("global_step", "be a whole number of at least 0", step, "pass the steps done"))
+        if keep is not None and not is_whole(keep, 1):
+            raise InvalidInput(must("max_ckpt_to_keep", "be at least 1", keep, "use None to keep all"))
+        if _is_first():
+            caller = dict(extra or {})
+            _check_loadable("extra", caller)
+            root.mkdir(parents=True, exist_ok=True)
+            for left in root.glob(".draft_*"):  # of a save that was killed
+                shutil.rmtree(left)
+            draft.mkdir()
+            with (draft / _EXTRA).open("wb") as file:
+                torch.save({"engine": dict(counters), "caller": caller}, file)
+                _flush(file.fileno())
+            read_extra(draft)
+        return state()
 
-    def publish() -> None:
-        _flush_folder(draft)
-        final = _free_name(root, step)
-        draft.rename(final)
-        _flush_folder(root)
-        pointer = root / f".{LATEST}"
-        with pointer.open("w") as file:
-            file.write(final.name)
-            file.flush()
-            _flush(file.fileno())
-        pointer.replace(root / LATEST)
-        _flush_folder(root)
-        for old in _complete(root)[: -keep if keep is not None else 0]:
-            if old.name != final.name:
-                shutil.rmtree(old)
-
-    _on_first_rank(prepare)
+    found = _voted(prepare, doing=f"beginning a checkpoint in {root}")
+    # What a rank cannot write is raised on all by torch, as one kind of error.
     try:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(draft, sync_files=True))
+        dcp.save(found, storage_writer=dcp.FileSystemWriter(draft, sync_files=True))
     except dcp.CheckpointException as error:
-        raise CheckpointError(must("checkpoint", "be writable on every rank", str(error), "see to the disk")) from error
-    _on_first_rank(publish)
-    return root / (root / LATEST).read_text()
+        raise CheckpointError(f"a rank could not write the checkpoint {draft}: {error}") from error
+    _voted(
+        lambda: _publish(root, draft, step, keep) if _is_first() else None, doing=f"publishing a checkpoint in {root}"
+    )
+    return _latest(root)
+
+
+def _publish(root: Path, draft: Path, step: int, keep: int | None) -> None:
+    """Give a complete draft its name, point ``latest`` at it, and remove old ones."""
+    _flush_folder(draft)
+    dcp.FileSystemReader(draft).read_metadata()
+    final = _free_name(root, step)
+    draft.rename(final)
+    _flush_folder(root)
+    pointer = root / f".{LATEST}"
+    with pointer.open("w") as file:
+        file.write(final.name)
+        file.flush()
+        _flush(file.fileno())
+    pointer.replace(root / LATEST)
+    _flush_folder(root)
+    for old in _complete(root)[: -keep if keep is not None else 0]:
+        if old.name != final.name:
+            shutil.rmtree(old)
 
 
 def find(folder: str | Path, step: int | None = None) -> Path:
@@ -103,59 +124,115 @@ def find(folder: str | Path, step: int | None = None) -> Path:
         CheckpointError: there is none.
     """
     root = Path(folder)
+    there = [path.name for path in _complete(root)]
     if step is None:
-        pointer = root / LATEST
-        found = root / pointer.read_text() if pointer.is_file() else None
-    else:
-        named = [path for path in _complete(root) if _key(path)[0] == step]
-        found = named[-1] if named else None
-    if found is None or not found.is_dir():
-        there = [path.name for path in _complete(root)]
-        rule = "hold a complete checkpoint" + ("" if step is None else f" of step {step}")
-        raise CheckpointError(must(str(root), rule, there, "pass the folder that save_checkpoint was given"))
-    return found
+        found = _latest(root)
+        if found.name not in there:
+            raise CheckpointError(f"{root / LATEST} names {found.name!r}, which is gone; there is: {there}")
+        return found
+    named = [path for path in _complete(root) if _key(path)[0] == step]
+    if not named:
+        raise CheckpointError(f"{root} holds no complete checkpoint of step {step}; there is: {there}")
+    return named[-1]
 
 
-def read_extra(path: Path) -> dict[str, Any]:
-    """What was saved as ``extra`` in a checkpoint's folder."""
+def load(
+    folder: str | Path,
+    step: int | None,
+    *,
+    state: Callable[[dict[str, Any]], dict[str, Any]],
+    use: Callable[[dict[str, Any], dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Load a checkpoint on all ranks: the latest, or the newest of ``step``.
+
+    Args:
+        folder: as it was given to :func:`save`.
+        step: of the checkpoint; None for the latest.
+        state: gives what is to be filled, from the counters.
+        use: takes the filled state, and the counters.
+
+    Returns:
+        ``extra``, as it was saved.
+
+    Raises:
+        CheckpointError: there is none, the ranks see different ones, or it lacks a part of the state; on all ranks.
+    """
+    found: list[tuple[Path, dict[str, Any], dict[str, Any]]] = []
+
+    def look() -> tuple[int, int]:
+        path = find(folder, step)
+        extra = read_extra(path)
+        found.append((path, extra, state(extra["engine"])))
+        return _key(path)
+
+    keys = gather_numbers(look, count=2, group=_world(), doing=f"looking for a checkpoint in {folder}")
+    if any(key != keys[0] for key in keys):
+        raise CheckpointError(f"ranks find different checkpoints in {folder}: steps {keys}; is the disk shared?")
+    path, extra, filled = found[0]
+    try:
+        dcp.load(filled, storage_reader=dcp.FileSystemReader(path))
+    except dcp.CheckpointException as error:
+        raise CheckpointError(f"{path} does not hold this engine's state: {error}") from error
+    _voted(lambda: use(filled, extra["engine"]), doing=f"loading {path}")
+    return extra["caller"]
+
+
+def read_extra(path: Path) -> dict[str, dict[str, Any]]:
+    """The counters ("engine") and what the caller saved ("caller") in a checkpoint's folder."""
     return torch.load(path / _EXTRA, weights_only=True)
 
 
-def load(path: Path, state: dict[str, Any]) -> None:
-    """Fill ``state`` in place from a checkpoint's folder.
+def _check_loadable(field: str, value: object) -> None:
+    """Raise unless ``value`` is made of what ``torch.load`` reads without running code: exactly these types.
 
     Raises:
-        CheckpointError: the checkpoint lacks a part of ``state``.
+        InvalidInput: names the place in ``extra``.
     """
+    if type(value) not in (*_PLAIN, *_NESTED) or value == b"":  # Python pickles empty bytes as a call
+        rule = "hold plain values, tensors, and lists, tuples, sets and dictionaries of them"
+        remedy = "a numpy array as a tensor, a path as a str; other objects by their numbers"
+        raise InvalidInput(must(field, rule, f"{type(value).__name__} {value!r}"[:80], f"save it otherwise ({remedy})"))
+    if isinstance(value, dict):
+        for key, inner in cast("dict[object, object]", value).items():
+            _check_loadable(f"key of {field}", key)
+            _check_loadable(f"{field}[{key!r}]", inner)
+    elif isinstance(value, (list, tuple, set)) and not isinstance(value, torch.Size):
+        for i, inner in enumerate(cast("list[object]", value)):
+            _check_loadable(f"{field}[{i}]", inner)
+
+
+def _voted(part: Callable[[], Any], *, doing: str) -> Any:
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path))
-    except dcp.CheckpointException as error:
-        raise CheckpointError(must(str(path), "hold this engine's state", str(error), "load the same model")) from error
+        return together(part, group=_world(), doing=doing)
+    except (OSError, RankFailed) as error:  # the first where there is one rank
+        raise CheckpointError(f"{doing} failed: {error}" if isinstance(error, OSError) else str(error)) from error
 
 
-def _on_first_rank(action: Callable[[], None]) -> None:
-    """Run on rank 0 while the others wait; what goes wrong there is raised on all."""
-    problem: list[str | None] = [None]
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    if first:
-        try:
-            action()
-        except OSError as error:
-            problem = [f"{type(error).__name__}: {error}"]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise CheckpointError(must("checkpoint folder", "be writable by rank 0", problem[0], "see to the disk"))
+def _world() -> Any:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _latest(root: Path) -> Path:
+    pointer = root / LATEST
+    if not pointer.is_file():
+        there = [path.name for path in _complete(root)]
+        raise CheckpointError(f"{root} has no file {LATEST!r} that names a complete checkpoint; there is: {there}")
+    return root / pointer.read_text()
 
 
 def _complete(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(root.glob("step_*"), key=_key)
+    """Complete checkpoints, oldest first; folders of other names are none."""
+    return sorted((path for path in root.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()), key=_key)
 
 
 def _key(path: Path) -> tuple[int, int]:
-    step, _, again = path.name.removeprefix("step_").partition(".")
-    return int(step), int(again or 0)
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)
 
 
 def _free_name(root: Path, step: int) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from equipoise.together import together
 from equipoise.training.engine import models
 from equipoise.training.engine.torch_engine import TorchEngine, same_everywhere
 
@@ -25,15 +26,24 @@ class DDPEngine(TorchEngine):
     """
 
     def _spread(self) -> Any:
-        module = models.build(self.source, self.config).to(self._device)
+        module = together(
+            lambda: models.build(self.source, self.config).to(self._device),
+            group=dist.group.WORLD,
+            doing="building the model",
+        )
         return same_everywhere(module, self._device)
+
+    @property
+    def _meets_in_forward(self) -> bool:
+        return self.sp_group is not None
 
     def _before_micro_batch(self, *, last: bool) -> None:
         pass
 
-    def _after_pass(self, *, forward_only: bool) -> None:
-        if forward_only:
-            return
+    def _free_gathered(self, *, forward_only: bool) -> None:
+        pass
+
+    def _average_gradients(self) -> None:
         gradients: list[torch.Tensor] = []
         for parameter in self.module.parameters():
             if parameter.requires_grad:

@@ -71,10 +71,3 @@ def ensure_process_group(name: str) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def collective_device(group: Any) -> torch.device:
-    """Where the tensors of small collectives must lie: the CPU if the group speaks gloo, else the accelerator."""
-    if "gloo" in str(dist.get_backend_config(group)):
-        return torch.device("cpu")
-    return local_device(device_name())

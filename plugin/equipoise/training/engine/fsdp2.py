@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from equipoise.together import together
 from equipoise.training.engine import models
 from equipoise.training.engine.torch_engine import TorchEngine, same_everywhere
 
@@ -23,10 +24,10 @@ class FSDP2Engine(TorchEngine):
 
     def _spread(self) -> Any:
         first = dist.get_rank() == 0
-        if dist.get_world_size() == 1 or not models.may_be_bare(self.source):
-            return self._sharded(same_everywhere(models.build(self.source, self.config), self._device))
         # Rank 0 alone reads the weights; the others get their shards, and buffers that no checkpoint holds, from it.
-        module = models.build(self.source, self.config) if first else models.bare(self.source, self.config)
+        module, bare = together(lambda: self._built(first), group=dist.group.WORLD, doing="building the model")
+        if not bare:
+            return self._sharded(same_everywhere(module, self._device))
         whole = module.state_dict() if first else {}
         module = self._sharded(module)
         if not first:
@@ -35,6 +36,16 @@ class FSDP2Engine(TorchEngine):
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)
         return module
+
+    def _built(self, first: bool) -> tuple[models.AnyModel, bool]:
+        """The module, and whether ranks other than 0 have none of its weights."""
+        bare = dist.get_world_size() > 1 and models.may_be_bare(self.source)
+        make = models.bare if bare and not first else models.build
+        return make(self.source, self.config), bare
+
+    @property
+    def _meets_in_forward(self) -> bool:
+        return dist.get_world_size() > 1
 
     def _sharded(self, module: Any) -> Any:
         dtypes = models.DTYPES
@@ -51,6 +62,9 @@ class FSDP2Engine(TorchEngine):
         self.module.set_requires_gradient_sync(last or self.config.gradient_sync == "each")
         self.module.set_is_last_backward(last)
 
-    def _after_pass(self, *, forward_only: bool) -> None:
+    def _free_gathered(self, *, forward_only: bool) -> None:
         if forward_only:  # after a forward alone, the outermost weights are still gathered
             self.module.reshard()
+
+    def _average_gradients(self) -> None:
+        pass

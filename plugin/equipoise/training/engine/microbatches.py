@@ -125,6 +125,20 @@ def prepare_micro_batches(
     if group is None and dist.is_initialized() and dist.get_world_size() > 1:
         rule = f"be the data-parallel group of {dist.get_world_size()} processes"
         raise InvalidInput(must("group", rule, None, "pass it, so that ranks agree on a count, or pass a plan"))
+    return agreed_micro_batches(data, ask, group=group)
+
+
+def agreed_micro_batches(data: TensorDict, ask: Callable[[], Ask], *, group: Any) -> MicroBatches:
+    """Cut a rank's rows into as many micro-batches as the other ranks do; one collective.
+
+    Args:
+        data: this rank's rows.
+        ask: says what is asked; whatever it raises is raised on all ranks.
+        group: process group of the ranks; None for this process alone.
+
+    Raises:
+        EquipoiseError: what went wrong on any rank; on every rank.
+    """
     indices = _agreed(data, ask, group)
     real = iter(cut_rows(data, [rows for rows in indices if rows.size]))
     return MicroBatches([next(real) if rows.size else _filler(data) for rows in indices], indices)

@@ -36,7 +36,7 @@ class PackedRow:
             InvalidInput: no jagged ``input_ids``, an empty row, or positions of another shape.
         """
         ids = cast(Any, micro_batch.get("input_ids", None))
-        if not isinstance(ids, torch.Tensor) or not ids.is_nested:
+        if not isinstance(ids, torch.Tensor) or ids.layout is not torch.jagged:
             got = "none" if ids is None else f"a {type(ids).__name__} that is not jagged"
             remedy = "make them with torch.nested.as_nested_tensor(rows, layout=torch.jagged)"
             raise InvalidInput(must("input_ids", "be jagged rows of token ids", got, remedy))

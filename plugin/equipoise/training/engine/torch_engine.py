@@ -9,6 +9,8 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Generator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,22 +26,17 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 from equipoise.errors import EquipoiseWarning, InvalidInput, must
+from equipoise.together import together
 from equipoise.training.engine import checkpoint, models
+from equipoise.training.engine.agreement import Ask
 from equipoise.training.engine.base import BaseEngine, EngineOutput, LossFunction, PassOptions, WrongState
 from equipoise.training.engine.config import OptimizerConfig
-from equipoise.training.engine.device import collective_device, device_name, ensure_process_group, local_device
+from equipoise.training.engine.device import device_name, ensure_process_group, local_device
 from equipoise.training.engine.log_probs import IGNORE
-from equipoise.training.engine.microbatches import MicroBatches, prepare_micro_batches
+from equipoise.training.engine.microbatches import MicroBatches, agreed_micro_batches, prepare_micro_batches, weightless
 from equipoise.training.engine.packing import PackedRow
+from equipoise.training.engine.passes import Pass
 from equipoise.training.engine.ulysses import gather_sequence, pad_to_multiple, shard_sequence, sharded
-from equipoise.training.loss import LossDenominators
-from equipoise.training.loss.metrics import AnyMetric, MaxMetric, Metric, MinMetric, merge_metrics
-
-_EMPTY: dict[type[AnyMetric], AnyMetric] = {
-    Metric: Metric(0.0, 0),
-    MaxMetric: MaxMetric(-math.inf),
-    MinMetric: MinMetric(math.inf),
-}
 
 
 class _FromInitialize:
@@ -66,23 +63,33 @@ class TorchEngine(BaseEngine):
     optimizer: torch.optim.Optimizer | None = None
     _device: Any = _FromInitialize()
     _rate_step: int = 0
-    _last_data: TensorDict | None = None
+    _num_counted: int | None = None
+    """Tokens behind the gradients, over all ranks; None where nobody has counted them."""
 
     def initialize(self) -> None:
         """Start torch.distributed if nobody has, build the model and spread it, make the optimizer."""
-        name = self.config.device or device_name()
-        device = local_device(name)
-        ensure_process_group(name)
-        world, sp = dist.get_world_size(), self.config.sp_size
-        if world % sp:
-            raise InvalidInput(must("sp_size", f"divide the {world} ranks", sp, "use a divisor"))
-        self._device, self.dp_group, self.sp_group = device, dist.group.WORLD, None
+        name, sp = self.config.device or device_name(), self.config.sp_size
+        if not dist.is_initialized():
+            local_device(name)
+            ensure_process_group(name)
+
+        def place() -> torch.device:
+            if dist.get_world_size() % sp:
+                raise InvalidInput(must("sp_size", f"divide the {dist.get_world_size()} ranks", sp, "use a divisor"))
+            return local_device(name)
+
+        self._device = together(place, group=dist.group.WORLD, doing="looking for the device")
+        self.dp_group, self.sp_group = dist.group.WORLD, None
         if sp > 1:
-            mesh = init_device_mesh(device.type, (world // sp, sp), mesh_dim_names=("dp", "sp"))
+            sizes = (dist.get_world_size() // sp, sp)
+            mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=("dp", "sp"))
             self.dp_group, self.sp_group = mesh.get_group("dp"), mesh.get_group("sp")
         self.module = self._spread()
         self._rate_step = 0
-        self._last_data = None
+        self._num_counted = None
+        together(self._prepare, group=dist.group.WORLD, doing="making the optimizer")
+
+    def _prepare(self) -> None:
         if self.config.optimizer is not None:
             self.optimizer = _optimizer(self.config.optimizer, [p for p in self.module.parameters() if p.requires_grad])
         self.to("cpu", model=self.config.offload_params, optimizer=self.config.offload_optimizer)
@@ -91,13 +98,22 @@ class TorchEngine(BaseEngine):
     def _spread(self) -> Any:
         """Build the module on the compute device, with the same weights on all ranks."""
 
+    @property
+    @abstractmethod
+    def _meets_in_forward(self) -> bool:
+        """Whether ranks meet in forward and backward, so that none may leave them out."""
+
     @abstractmethod
     def _before_micro_batch(self, *, last: bool) -> None:
         """Say whether gradients meet in the coming backward."""
 
     @abstractmethod
-    def _after_pass(self, *, forward_only: bool) -> None:
-        """Average gradients over ranks, unless backward has, and free what the pass gathered."""
+    def _free_gathered(self, *, forward_only: bool) -> None:
+        """Free what the pass gathered."""
+
+    @abstractmethod
+    def _average_gradients(self) -> None:
+        """Average gradients over ranks, unless backward has."""
 
     def _autocast(self) -> Any:
         return torch.autocast(self._device.type, enabled=False)
@@ -125,41 +141,49 @@ class TorchEngine(BaseEngine):
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False, **options: Any
     ) -> EngineOutput:
         """Run all micro-batches of ``data``; see :meth:`BaseEngine.forward_backward_batch`."""
-        asked = PassOptions(**options)
-        if loss_function is None and not forward_only:
-            raise InvalidInput(
-                must("loss_function", "be given for training", None, "pass forward_only=True for outputs")
-            )
-        micro_batches = self._micro_batches(data, asked)
-        self._last_data = data
-        outputs: list[dict[str, torch.Tensor]] = []
-        metrics: list[Mapping[str, AnyMetric]] = []
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for i, (micro_batch, rows) in enumerate(zip(micro_batches.batches, micro_batches.indices, strict=True)):
-            self._before_micro_batch(last=i == len(micro_batches.batches) - 1)
-            micro_batch = cast(TensorDict, micro_batch.to(self._device))
-            columns = self._forward(micro_batch, asked)
-            # Attached to every output, so that backward runs through all weights whatever the loss reads.
-            loss = _nothing(columns)
-            if loss_function is not None and rows.size:
-                given: Any = loss_function(columns, micro_batch, self.dp_group)
-                share, logged = _checked_loss(given, training=not forward_only)
-                loss = share + loss
-                metrics.append(logged)
-            if not forward_only:
-                loss.backward()
-            total += loss.detach()
-            outputs.append({name: column.detach() for name, column in columns.items()})
-        self._after_pass(forward_only=forward_only)
-        model_output = micro_batches.restore(outputs)
-        if loss_function is None:
-            return EngineOutput(loss=None, metrics={}, model_output=model_output)
-        loss, merged = self._met(total, merge_metrics(metrics))
-        return EngineOutput(loss=loss, metrics=merged, model_output=model_output)
+        run = Pass(loss_function, training=not forward_only, dp_group=self.dp_group)
+        with ExitStack() as undo:
+            undo.callback(self._forget_gradients, training=not forward_only)
+            asked = run.held.run(lambda: _asked(loss_function, forward_only, options), instead=None)
+            micro_batches = self._micro_batches(run, data, asked, options.get("plan"), options.get("mini_batch"))
+            for i, (micro_batch, rows) in enumerate(zip(*micro_batches, strict=True)):
+                self._before_micro_batch(last=i == len(micro_batches.batches) - 1)
+                one = partial(self._run, run, micro_batch, rows, asked or PassOptions(), forward_only=forward_only)
+                if self._meets_in_forward:
+                    one()
+                else:
+                    run.held.run(one, instead=None)
+            self._free_gathered(forward_only=forward_only)
+            output, num_counted = run.meet(micro_batches)
+            undo.pop_all()
+        if not forward_only:
+            self._num_counted = (self._num_counted or 0) + num_counted
+            self._average_gradients()
+        return output
+
+    def _run(self, run: Pass, micro_batch: TensorDict, rows: Any, asked: PassOptions, *, forward_only: bool) -> None:
+        """Forward, loss and backward of one micro-batch; after an error of this rank, of one without weight."""
+        moved = run.held.run(lambda: cast(TensorDict, micro_batch.to(self._device)), instead=micro_batch)
+        packed = run.held.run(lambda: PackedRow.of(moved), instead=None)
+        if packed is None:
+            if self.sp_group is not None:  # those who share the row cannot go on without it
+                run.held.release()
+            packed = PackedRow.of(cast(TensorDict, weightless(1).batches[0].to(self._device)))
+        loss = run.loss(self._forward(packed, asked), moved, rows)
+        if not forward_only:
+            loss.backward()
+
+    def _forget_gradients(self, *, training: bool) -> None:
+        """After a pass that failed: what is left of it must not reach an optimizer step."""
+        if training:
+            for parameter in self.module.parameters():
+                parameter.grad = None
+            self._num_counted = None
 
     def optimizer_zero_grad(self) -> None:
         """Forget gradients."""
         self._needed_optimizer().zero_grad(set_to_none=True)
+        self._num_counted = None
 
     def optimizer_step(self) -> float:
         """Clip and step; skip where the norm is not finite, or where no token of the step counts on any rank."""
@@ -171,14 +195,13 @@ class TorchEngine(BaseEngine):
         value = float(norm)
         if not math.isfinite(value):
             self._skip(f"the gradient norm is {value}")
-        elif value == 0 and self._no_token_counts():
+        elif value == 0 and self._num_counted == 0:
             self._skip("no token counts on any rank")
         else:
             if limit is not None:
                 torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
             optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        self._last_data = None
+        self.optimizer_zero_grad()
         return value
 
     def lr_scheduler_step(self) -> float:
@@ -225,23 +248,32 @@ class TorchEngine(BaseEngine):
         }
         return checkpoint.save(
             local_path,
-            self._state(with_optimizer=self._has_optimizer_state()),
+            lambda: self._state(with_optimizer=self._has_optimizer_state()),
             step=global_step,
-            extra={"engine": counters, "caller": dict(extra or {})},
+            counters=counters,
+            extra=extra,
             keep=max_ckpt_to_keep,
         )
 
     def load_checkpoint(self, local_path: str | Path, *, global_step: int | None = None) -> dict[str, Any]:
         """Load the latest complete checkpoint, or that of a step, and return its ``extra``."""
-        path = checkpoint.find(local_path, global_step)
-        extra = checkpoint.read_extra(path)
-        counters = extra["engine"]
-        with_optimizer = self.optimizer is not None and counters["has_optimizer_state"]
-        state = self._state(with_optimizer=with_optimizer)
-        checkpoint.load(path, state)
+        return checkpoint.load(
+            local_path,
+            global_step,
+            state=lambda counters: self._state(with_optimizer=counters["has_optimizer_state"]),
+            use=self._use_state,
+        )
+
+    def _state(self, *, with_optimizer: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": get_model_state_dict(self.module)}
+        if with_optimizer and self.optimizer is not None:
+            state["optimizer"] = get_optimizer_state_dict(self.module, self.optimizer)
+        return state
+
+    def _use_state(self, state: dict[str, Any], counters: dict[str, Any]) -> None:
         set_model_state_dict(self.module, state["model"])
         if self.optimizer is not None:
-            if with_optimizer:
+            if "optimizer" in state:
                 set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
             else:
                 self.optimizer.state.clear()
@@ -250,46 +282,57 @@ class TorchEngine(BaseEngine):
         self.num_skipped_steps = counters["num_skipped_steps"]
         if self.mode is None:
             self.to("cpu", model=self.config.offload_params, optimizer=self.config.offload_optimizer)
-        return extra["caller"]
-
-    def _state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": get_model_state_dict(self.module)}
-        if with_optimizer and self.optimizer is not None:
-            state["optimizer"] = get_optimizer_state_dict(self.module, self.optimizer)
-        return state
 
     def _has_optimizer_state(self) -> bool:
         """False before the first step: asking torch for the state of then would make one, with a step counted."""
         return self.optimizer is not None and bool(self.optimizer.state)
 
-    def _micro_batches(self, data: TensorDict, asked: PassOptions) -> MicroBatches:
-        if asked.plan is not None:
-            limit = self.config.max_token_len_per_gpu
-            alone = self.config.oversize == asked.plan.spec.oversize == "alone"
-            most = asked.plan.spec.cap if alone else asked.plan.stats.max_tokens
-            if limit is not None and (most is None or most > limit * self.config.sp_size):
-                rule = f"keep to the engine's cap of {limit * self.config.sp_size} tokens"
-                raise InvalidInput(must("plan", rule, most, "plan with the engine's max_token_len_per_gpu and sp_size"))
-            return prepare_micro_batches(data, plan=asked.plan, mini_batch=asked.mini_batch, group=self.dp_group)
+    def _micro_batches(
+        self, run: Pass, data: TensorDict, asked: PassOptions | None, plan: Any, mini_batch: Any
+    ) -> MicroBatches:
+        if plan is None:
+
+            def ask() -> Ask:
+                run.held.release()
+                return self._ask(cast(PassOptions, asked))
+
+            # Ranks that share rows are asked too: an error on one of them must reach all.
+            return agreed_micro_batches(data, ask, group=dist.group.WORLD)
+        found = run.held.run(lambda: self._planned(data, cast(PassOptions, asked)), instead=None)
+        if found is not None:
+            return found
+        counts = plan.num_micro_batches if mini_batch is None else plan.num_micro_batches[mini_batch : mini_batch + 1]
+        if self._meets_in_forward and (self.sp_group is not None or not counts):
+            run.held.release()  # the others cannot go on without this rank
+        return weightless(sum(counts))
+
+    def _planned(self, data: TensorDict, asked: PassOptions) -> MicroBatches:
+        plan, limit = asked.plan, self.config.max_token_len_per_gpu
+        assert plan is not None
+        alone = self.config.oversize == plan.spec.oversize == "alone"
+        most = plan.spec.cap if alone else plan.stats.max_tokens
+        if limit is not None and (most is None or most > limit * self.config.sp_size):
+            rule = f"keep to the engine's cap of {limit * self.config.sp_size} tokens"
+            raise InvalidInput(must("plan", rule, most, "plan with the engine's max_token_len_per_gpu and sp_size"))
+        return prepare_micro_batches(data, plan=plan, mini_batch=asked.mini_batch, group=self.dp_group)
+
+    def _ask(self, asked: PassOptions) -> Ask:
         cap, rows = self.config.max_token_len_per_gpu, self.config.micro_batch_size_per_gpu
         if asked.max_token_len_per_gpu is not None or asked.micro_batch_size_per_gpu is not None:
             cap, rows = asked.max_token_len_per_gpu, asked.micro_batch_size_per_gpu
         if cap is None and rows is None:
             remedy = "set it, or micro_batch_size_per_gpu, in EngineConfig or for the pass"
             raise InvalidInput(must("max_token_len_per_gpu", "be given without a plan", None, remedy))
-        return prepare_micro_batches(
-            data,
+        return Ask.of(
             max_token_len=cap,
             micro_batch_size=rows,
             sp_size=self.config.sp_size,
             force_group_size=self.config.force_group_size,
             on_shortage=self.config.on_shortage,
             oversize=self.config.oversize,
-            group=self.dp_group,
         )
 
-    def _forward(self, micro_batch: TensorDict, asked: PassOptions) -> dict[str, torch.Tensor]:
-        row = PackedRow.of(micro_batch)
+    def _forward(self, row: PackedRow, asked: PassOptions) -> dict[str, torch.Tensor]:
         padded = ((row.input_ids, 0), (row.position_ids, 0), (row.labels, IGNORE))
         inputs = [
             shard_sequence(pad_to_multiple(whole, self.config.sp_size, value=value), self.sp_group)
@@ -300,32 +343,6 @@ class TorchEngine(BaseEngine):
         tokens = row.input_ids.shape[-1]
         gathered = {name: gather_sequence(column, self.sp_group, length=tokens) for name, column in columns.items()}
         return {name: row.unpack(column) for name, column in gathered.items()}
-
-    def _met(self, total: torch.Tensor, metrics: dict[str, AnyMetric]) -> tuple[float, dict[str, AnyMetric]]:
-        """Mean loss over ranks, and metrics under the same names on all: a rank without rows knows none of its own."""
-        nameless = torch.tensor(not metrics, dtype=torch.float64, device=total.device)
-        both = torch.stack([total, nameless]).to(collective_device(self.dp_group))
-        dist.all_reduce(both, group=self.dp_group)
-        loss, num_nameless = both.tolist()
-        if 0 < num_nameless < self.get_data_parallel_size():
-            kinds = {name: type(metric) for name, metric in metrics.items()}
-            everyones: list[dict[str, type[AnyMetric]]] = [{}] * self.get_data_parallel_size()
-            dist.all_gather_object(everyones, kinds, group=self.dp_group)
-            if not metrics:
-                metrics = {name: _EMPTY[kind] for known in everyones for name, kind in known.items()}
-        return loss / self.get_data_parallel_size(), metrics
-
-    def _no_token_counts(self) -> bool:
-        """Asked on all ranks or on none: the gradient norm is the same on all. False where no mask tells."""
-        data = self._last_data
-        mask = None if data is None else data.get("loss_mask", None)
-        if data is None or not isinstance(mask, torch.Tensor):
-            local = int(data is None or len(data) > 0)
-        else:
-            local = LossDenominators.of(mask, is_padding=data.get("is_padding", None)).num_tokens
-        count = torch.tensor(local, device=collective_device(self.dp_group))
-        dist.all_reduce(count, group=self.dp_group)
-        return int(count) == 0
 
     def _skip(self, why: str) -> None:
         self.num_skipped_steps += 1
@@ -362,28 +379,7 @@ def _optimizer(config: OptimizerConfig, parameters: list[Any]) -> torch.optim.Op
     return torch.optim.AdamW(parameters, lr=rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
-def _checked_loss(given: Any, *, training: bool) -> tuple[torch.Tensor, Mapping[str, AnyMetric]]:
-    """What a loss function gives: a share that trains something, and metrics that merge with other micro-batches'."""
-    parts: tuple[Any, ...] = cast("tuple[Any, ...]", given) if isinstance(given, tuple) else (given,)
-    if len(parts) != 2 or not isinstance(parts[0], torch.Tensor) or not isinstance(parts[1], Mapping):
-        got = [type(part).__name__ for part in parts]
-        rule = "return (loss, metrics): a tensor and a mapping of names to eq.Metric"
-        raise InvalidInput(must("loss_function", rule, got, "return (loss, {}) where there is nothing to log"))
-    share, metrics = cast("tuple[torch.Tensor, Mapping[str, AnyMetric]]", parts)
-    if training and not share.requires_grad:
-        remedy = "compute it from the outputs it is given, without detach"
-        raise InvalidInput(must("loss", "be attached to the model's outputs", "a detached tensor", remedy))
-    for name, metric in metrics.items():
-        if not isinstance(metric, tuple(_EMPTY)):
-            remedy = "use eq.Metric(sum, count), Metric.max or Metric.min"
-            raise InvalidInput(must(f"metrics[{name!r}]", "be a metric that merges", metric, remedy))
-    return share, metrics
-
-
-def _nothing(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """0, attached to the graph: gradients of it are exactly 0, even where a column is NaN or infinite."""
-    parts: list[torch.Tensor] = []
-    for column in columns.values():
-        flat: torch.Tensor = cast(Any, column).values()
-        parts.append(torch.where(torch.zeros_like(flat, dtype=torch.bool), flat, torch.zeros_like(flat)).sum())
-    return torch.stack([part.double() for part in parts]).sum()
+def _asked(loss_function: LossFunction | None, forward_only: bool, options: Mapping[str, Any]) -> PassOptions:
+    if loss_function is None and not forward_only:
+        raise InvalidInput(must("loss_function", "be given for training", None, "pass forward_only=True for outputs"))
+    return PassOptions(**options)
