@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -347,19 +348,21 @@ def refused(action: Callable[[], Any]) -> str:
 
 @contextmanager
 def counted() -> Generator[list[int], None, None]:
-    """How many all-reduces this process asks for within the block."""
+    """How many collectives of small tensors this process asks for within the block."""
     calls = [0]
-    inner = dist.all_reduce
+    inner = {name: getattr(dist, name) for name in ("all_reduce", "all_gather", "broadcast")}
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, _inner: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        return inner(*args, **kwargs)
+        return _inner(*args, **kwargs)
 
-    dist.all_reduce = call
+    for name, function in inner.items():
+        setattr(dist, name, partial(call, _inner=function))
     try:
         yield calls
     finally:
-        dist.all_reduce = inner
+        for name, function in inner.items():
+            setattr(dist, name, function)
 
 
 def micro_batches(out: dict[str, Any], rank: int, world: int) -> None:
@@ -378,7 +381,7 @@ def micro_batches(out: dict[str, Any], rank: int, world: int) -> None:
 
     with counted() as calls:
         c1 = prepare_micro_batches(lengths([95] * 5, [20] * 5), max_token_len=100, group=group)
-    out["C1"] = {"indices": sizes(c1), "all_reduces": calls[0]}
+    out["C1"] = {"indices": sizes(c1), "collectives": calls[0]}
     out["C1/no group"] = refused(lambda: prepare_micro_batches(lengths([95], [20]), max_token_len=100))
     c2 = lengths([9] * 4, [2] * 2)
     out["C2/error"] = refused(lambda: prepare_micro_batches(c2, max_token_len=10, group=group))
@@ -405,7 +408,7 @@ def micro_batches(out: dict[str, Any], rank: int, world: int) -> None:
     data = lengths([1] * 2, [1] * 2)
     with counted() as calls:
         by_plan = prepare_micro_batches(data, plan=plan, group=group)
-    out["planned"] = {"indices": sizes(by_plan), "all_reduces": calls[0]}
+    out["planned"] = {"indices": sizes(by_plan), "collectives": calls[0]}
 
 
 def sequence_parallel(out: dict[str, Any]) -> None:

@@ -188,7 +188,7 @@ def test_from_plan_counts_what_the_ranks_count() -> None:
         ids = [int(i) for rank in range(2) for micro in plan.micro_batches(rank)[step] for i in micro]
         assert counts == count(tensors([rows[i] for i in ids], "padded"))
     assert sum(counts.num_rows for counts in found) == ROWS
-    with pytest.raises(eq.InvalidInput, match="is_padding must leave the plan's"):
+    with pytest.raises(eq.InvalidInput, match="is_padding"):
         eq.LossDenominators.from_plan(plan, [sum(row.mask) for row in rows])
-    with pytest.raises(eq.InvalidInput, match="loss_tokens must have one value for each of the plan's 16 rows, got 2"):
+    with pytest.raises(eq.InvalidInput, match=r"loss_tokens.*\b16\b.*got 2"):
         eq.LossDenominators.from_plan(plan, [1, 2])

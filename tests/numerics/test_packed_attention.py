@@ -287,7 +287,7 @@ def test_refuses_dropout_in_training_alone() -> None:
         if hasattr(layer, "attention_dropout"):
             setattr(layer, "attention_dropout", 0.1)  # noqa: B010
     by_context(model.eval())
-    with pytest.raises(InvalidInput, match="attention_dropout must be 0, got"):
+    with pytest.raises(InvalidInput, match=r"attention_dropout.*\b0\b"):
         by_context(model.train())
 
 
@@ -310,7 +310,7 @@ def test_refuses_a_second_call_on_a_filled_cache_in_the_context() -> None:
     model = tiny("llama", attention.NAME)
     with packed([0, 3]):
         cache = model(torch.ones(1, 3, dtype=torch.long)).past_key_values
-        with pytest.raises(InvalidInput, match="past_key_values must be empty"):
+        with pytest.raises(InvalidInput, match="past_key_values"):
             model(torch.ones(1, 3, dtype=torch.long), past_key_values=cache)
 
 
@@ -318,13 +318,13 @@ def test_refuses_a_second_call_on_a_filled_cache_in_the_context() -> None:
 def test_refuses_terms_of_the_scores_that_it_does_not_compute(name: str) -> None:
     x = torch.zeros(1, 1, 2, 4)
     kwargs: dict[str, Any] = {name: torch.zeros(1)}
-    with pytest.raises(InvalidInput, match=f"{name} must be None"):
+    with pytest.raises(InvalidInput, match=rf"{name}"):
         attention.packed_attention(torch.nn.Module(), x, x, x, None, **kwargs)
 
 
 def test_refuses_packed_rows_of_a_layer_that_looks_ahead() -> None:
     x = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(InvalidInput, match="is_causal must be True"):
+    with pytest.raises(InvalidInput, match="is_causal"):
         attention.packed_attention(torch.nn.Module(), x, x, x, PackedRows.of([0, 2]), is_causal=False)
 
 

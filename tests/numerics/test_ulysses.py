@@ -310,10 +310,10 @@ def test_padding_fills_up_to_a_multiple() -> None:
     x = torch.ones(2, 5, 3)
     assert pad_to_multiple(x, 4, dim=1, value=7)[:, 5:].tolist() == [[[7.0] * 3] * 3] * 2
     assert pad_to_multiple(x, 5, dim=1) is x
-    with pytest.raises(InvalidInput, match="multiple must be"):
+    with pytest.raises(InvalidInput, match="multiple"):
         pad_to_multiple(x, 0)
 
 
 def test_names_heads_sp_size_and_what_is_legal() -> None:
-    with pytest.raises(InvalidInput, match=r"num_attention_heads must be a multiple of sp_size 8, got 12; .*\[1, 2, 3"):
+    with pytest.raises(InvalidInput, match=r"num_attention_heads.*\b8\b.*got 12.*\b1\b.*\b2\b.*\b3\b"):
         check_heads(12, 8)

@@ -70,7 +70,7 @@ def test_the_environment_overrides_what_is_found(registry: EngineRegistry, monke
 
 
 def test_an_unknown_name_lists_what_there_is(registry: EngineRegistry) -> None:
-    with pytest.raises(UnknownName, match=r"model_type must be one of \[language_model, value_model\], got 'reward'"):
+    with pytest.raises(UnknownName, match=r"model_type.*\[language_model, value_model\].*got 'reward'"):
         registry.find("reward", "whole")
     with pytest.raises(UnknownName, match=r"must be one of \[sharded, whole\], got 'wholly'; did you mean 'whole'\?"):
         registry.find("language_model", "wholly")
@@ -94,7 +94,7 @@ def test_only_engines_are_registered(registry: EngineRegistry, engine: Any) -> N
 def test_names_must_be_names(registry: EngineRegistry) -> None:
     names: list[Any] = [[], "", [3]]
     for wrong in names:
-        with pytest.raises(InvalidInput, match="device must be one or more names"):
+        with pytest.raises(InvalidInput, match="device"):
             registry.register(ANY, model_type="language_model", backend="mine", device=wrong)
 
 
@@ -179,7 +179,7 @@ def test_settings_of_one_pass_keep_the_rules_of_the_engines_own(settings: dict[s
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
 def test_a_device_that_is_not_there_is_one_error_before_any_process_group(backend: str) -> None:
     engine = engines.create(EngineConfig(backend=backend, device="cuda"), "no model")
-    with pytest.raises(InvalidInput, match="device must be one that torch finds on this machine, got 'cuda'; use"):
+    with pytest.raises(InvalidInput, match=r"device.*got 'cuda'"):
         engine.initialize()
     assert not torch.distributed.is_initialized()
     with pytest.raises(InvalidInput, match="got 'npu'"):
@@ -190,7 +190,7 @@ def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(InvalidInput, match="LOCAL_RANK must be below 2, the cuda devices seen, got 2"):
+    with pytest.raises(InvalidInput, match=r"LOCAL_RANK.*\b2\b.*got 2"):
         local_device("cuda")
 
 

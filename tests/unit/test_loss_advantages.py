@@ -133,18 +133,18 @@ def test_no_gradient_leaves_the_estimators() -> None:
 def test_what_is_missing_or_does_not_fit_is_named() -> None:
     with pytest.raises(UnknownName, match="did you mean 'gae'"):
         eq.compute_advantages("gea", rows())
-    with pytest.raises(eq.InvalidInput, match="values must be given with 'gae'"):
+    with pytest.raises(eq.InvalidInput, match=r"values.*'gae'"):
         eq.compute_advantages("gae", rows())
-    with pytest.raises(eq.InvalidInput, match="uids must be given with 'grpo'"):
+    with pytest.raises(eq.InvalidInput, match=r"uids.*'grpo'"):
         eq.compute_advantages("grpo", rows(uids=None))
-    with pytest.raises(eq.InvalidInput, match="uids must be 7, one per row, got 2"):
+    with pytest.raises(eq.InvalidInput, match=r"uids.*\b7\b.*got 2"):
         rows(uids=["a", "b"])
-    with pytest.raises(eq.InvalidInput, match=r"rewards must have shape \(7,\) or \(7, 4\)"):
+    with pytest.raises(eq.InvalidInput, match=r"rewards.*\(7,\).*\(7, 4\)"):
         rows(rewards=torch.ones(4))
-    with pytest.raises(eq.InvalidInput, match="values must have the mask's shape"):
+    with pytest.raises(eq.InvalidInput, match="values"):
         rows(values=torch.ones(7))
     ragged = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    with pytest.raises(eq.InvalidInput, match="loss_mask must be dense"):
+    with pytest.raises(eq.InvalidInput, match="loss_mask"):
         eq.AdvantageInputs(rewards=torch.ones(2), loss_mask=ragged)
-    with pytest.raises(eq.InvalidInput, match="gamma must be from 0 to 1"):
+    with pytest.raises(eq.InvalidInput, match=r"gamma.*\b0\b.*\b1\b"):
         eq.AdvantageConfig(gamma=1.5)

@@ -67,14 +67,14 @@ def test_settings_that_cannot_work_name_what_is_legal(wrong: dict[str, Any], tex
 
 def test_the_number_of_processes_must_be_that_of_the_settings() -> None:
     Settings(dp=2, sp=2).check_world(4)
-    with pytest.raises(InvalidConfig, match="dp · sp must be the 3 processes that were started, got 4"):
+    with pytest.raises(InvalidConfig, match=r"dp · sp.*\b3\b.*got 4"):
         Settings(dp=2, sp=2).check_world(3)
 
 
 def test_a_folder_is_kept_to_the_settings_that_move_numbers(tmp_path: Path) -> None:
     claim(tmp_path, Settings())
     claim(tmp_path, Settings(engine="ddp", dp=4, steps=7))
-    with pytest.raises(InvalidConfig, match=r"lr must be 0\.\d+, as when the run in .* was begun, got 1\.0"):
+    with pytest.raises(InvalidConfig, match=r"lr.*\b0\b.*got 1\.0"):
         claim(tmp_path, Settings(lr=1.0))
     assert set(asdict(Settings())) == set(OmegaConf.to_container(composed("quick"), resolve=True) or ())
 
