@@ -154,11 +154,10 @@ def test_shares_that_exist_are_found(case: tuple[IntArray, IntArray], seed: int)
     if not size.size:
         return
     cost = np.random.default_rng(seed).lognormal(0, 1, size.size)
-    for by in ("cost", "size"):
-        part = share_out(size, cost, room, by=by)
-        assert part is not None
-        levelled = level_shares(part, size, cost, room)
-        for one in (part, levelled):
-            assert (np.bincount(one, weights=size, minlength=room.size) <= room).all()
-        tops = [np.bincount(one, weights=cost, minlength=room.size).max() for one in (part, levelled)]
-        assert tops[1] <= tops[0] * (1 + REL)
+    part = share_out(size, cost, room)
+    assert part is not None
+    levelled = level_shares(part, size, cost, room)
+    for one in (part, levelled):
+        assert (np.bincount(one, weights=size, minlength=room.size) <= room).all()
+    tops = [np.bincount(one, weights=cost, minlength=room.size).max() for one in (part, levelled)]
+    assert tops[1] <= tops[0] * (1 + REL)

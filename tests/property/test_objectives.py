@@ -58,19 +58,23 @@ def test_rank_cost_comes_close_to_the_bound_under_a_tight_cap() -> None:
         assert plan.stats.rank_cost <= 1.02 * plan.stats.bound
 
 
-def test_an_extra_micro_batch_is_taken_only_where_it_saves_more_than_its_overhead() -> None:
-    lengths = [1, 3, 4, 4, 5, 5, 6, 6, 6, 6, 6, 6, 10, 10, 11]
-    cost = eq.TransformerCost(linear=0.0, quadratic=1.0)
-    common: dict[str, Any] = {"dp_size": 3, "max_token_len_per_gpu": 11}
-    free = eq.plan_step(lengths, eq.StepSpec(**common), cost=cost)
-    fewest = eq.plan_step(lengths, eq.StepSpec(**common, micro_batch_overhead=1e12), cost=cost)
-    assert free.num_micro_batches == (4,)
-    assert fewest.num_micro_batches == (3,)
-    saved = fewest.stats.lockstep_cost - free.stats.lockstep_cost
-    assert saved > 0
-    for overhead, count in ((0.5 * saved, 4), (1.5 * saved, 3)):
-        plan = eq.plan_step(lengths, eq.StepSpec(**common, micro_batch_overhead=overhead), cost=cost)
-        assert plan.num_micro_batches == (count,)
+def test_a_micro_batch_more_is_run_only_where_it_saves_more_than_its_overhead() -> None:
+    lengths = lengths_of(3, 96)
+    overheads = (1e5, 1e6, 1e7, 1e8, 1e12)
+    plans = [
+        eq.plan_step(
+            lengths,
+            eq.StepSpec(dp_size=4, max_token_len_per_gpu=16384, micro_batch_overhead=overhead),
+            cost=eq.PaddedCost(),
+        ).stats
+        for overhead in overheads
+    ]
+    for overhead, plan in zip(overheads, plans, strict=True):
+        values = [other.lockstep_cost + overhead * other.num_micro_batches for other in plans]
+        assert plan.lockstep_cost + overhead * plan.num_micro_batches <= min(values) * (1 + 1e-9)
+    numbers = [plan.num_micro_batches for plan in plans]
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] > numbers[-1]
 
 
 @pytest.mark.parametrize("overhead", [-1.0, float("nan"), float("inf"), True])

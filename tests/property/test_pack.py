@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import equipoise as eq
-from equipoise.planning.partition.pack import fewest_groups, pack_metrics, packers
+from equipoise.planning.partition.pack import fewest_groups, packers
 
 ALGORITHMS = sorted(packers)
 optimize: Any = scipy.optimize  # its stubs are partial
@@ -137,16 +137,3 @@ def test_bad_arguments_are_refused_in_words(arguments: dict[str, Any], words: st
 def test_an_unknown_algorithm_lists_the_known() -> None:
     with pytest.raises(LookupError, match="ffd, kk, refined"):
         eq.pack([1], capacity=1, algorithm="bfd")
-
-
-def test_metrics_of_two_groups() -> None:
-    metrics = pack_metrics([3, 1, 2], [np.array([0]), np.array([1, 2])], capacity=4)
-    assert metrics == {
-        "num_groups": 2.0,
-        "spread": 0.0,
-        "imbalance_ratio": 1.0,
-        "std": 0.0,
-        "cv": 0.0,
-        "utilization": 0.75,
-        "wasted_tokens": 2.0,
-    }

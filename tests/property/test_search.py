@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise import StepSpec, TokenCost, plan_step
+from equipoise import PaddedCost, StepSpec, TokenCost, plan_step
 from equipoise.planning.partition.board import Boards, Moves, Rules
-from equipoise.planning.partition.refine import even_out_loads, fit_cap, polish
+from equipoise.planning.partition.refine import even_out_loads, fit_cap, kick, polish
 from equipoise.planning.step import search, starts
 from equipoise.planning.step.composition import rank_rows
 from equipoise.planning.step.layout import Layout, MiniBatch
 from equipoise.planning.step.limits import roomiest
+from equipoise.planning.step.pieces import Pieces
 
 QUICK = settings(max_examples=150, deadline=None, derandomize=True)
 IntArray = npt.NDArray[np.int64]
@@ -193,15 +195,15 @@ def test_the_levels_that_columns_should_reach_add_up() -> None:
     assert made.targets().tolist() == [[2.0] * 4]
 
 
+def _roomy(candidates: list[list[Pieces]], spec: StepSpec) -> list[Layout | None]:
+    return [roomiest(pieces[0].mini, spec) for pieces in candidates]
+
+
 def test_plans_are_never_worse_than_the_rules_even_where_the_search_finds_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The promise rests on a comparison, not on the quality of the search."""
-
-    def roomy(minis: list[MiniBatch], spec: StepSpec) -> list[Layout | None]:
-        return [roomiest(mini, spec) for mini in minis]
-
-    monkeypatch.setattr(search, "_refined", roomy)
+    monkeypatch.setattr(search, "_refined", _roomy)
     best = {"kk": 0, "lpt": 0}
     for seed in range(40):
         lengths = np.random.default_rng(seed).integers(1, 4000, 32)
@@ -215,14 +217,83 @@ def test_plans_are_never_worse_than_the_rules_even_where_the_search_finds_nothin
 
 
 def test_the_batch_as_it_came_is_kept_where_nothing_better_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def roomy(minis: list[MiniBatch], spec: StepSpec) -> list[Layout | None]:
-        return [roomiest(mini, spec) for mini in minis]
+    def nothing(*_: object, **__: object) -> list[Layout]:
+        return []
 
-    def nothing(*_: object, **__: object) -> None:
-        return None
-
-    monkeypatch.setattr(search, "_refined", roomy)
-    monkeypatch.setattr(search, "_by_rule", nothing)
+    monkeypatch.setattr(search, "_refined", _roomy)
+    monkeypatch.setattr(search, "_by_rules", nothing)
     lengths = [900, 100, 500, 500] * 2  # each rank's share costs the same as it comes
     plan = plan_step(lengths, StepSpec(dp_size=4, max_token_len_per_gpu=1000), cost=TokenCost())
     assert plan.stats.lockstep_cost == plan.incoming.lockstep_cost == 1000.0, "the roomiest costs 900 + 500"
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_a_layout_is_legal_up_to_the_cap_and_not_a_token_above(over: int) -> None:
+    mini = _mini([6, 4 + over, 3, 7])
+    layout = Layout(mini, 1, np.array([0, 0, 1, 1]))
+    assert layout.crowded_tokens() == 10 + over
+    assert layout.legal(10) == (over == 0)
+    assert layout.legal(None)
+    assert Layout(mini, 2, np.array([0, 2, 1, 3])).legal(1), "lone rows may be above the cap"
+    assert not Layout(mini, 2, np.array([0, 2, 1, 1])).legal(None), "a cell is empty"
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_padded_tokens_are_legal_up_to_the_cap_and_not_a_token_above(over: int) -> None:
+    mini = dataclasses.replace(_mini([5 + over, 1, 3, 2]), padded=PaddedCost())
+    layout = Layout(mini, 1, np.array([0, 0, 1, 1]))
+    assert layout.crowded_tokens() == 2 * (5 + over)
+    assert layout.legal(10) == (over == 0)
+
+
+@pytest.mark.parametrize("keep_groups", ["none", "rank", "micro"])
+@pytest.mark.parametrize("algorithm", ["refined", "kk", "lpt"])
+def test_a_cap_one_token_short_of_a_full_layout_takes_another_micro_batch(algorithm: Any, keep_groups: Any) -> None:
+    """Whatever is kept together, the cap is hard: 2 ranks × 2 rows of 5 tokens fill 10 tokens, and not 9."""
+    for cap, count in ((10, 1), (9, 2)):
+        spec = StepSpec(dp_size=2, max_token_len_per_gpu=cap, keep_groups=keep_groups, algorithm=algorithm)
+        ids = [0, 1, 2, 3] if keep_groups == "micro" else [0, 0, 1, 1]
+        plan = plan_step([5] * 4, spec, group_ids=ids)
+        assert plan.num_micro_batches == (count,)
+        assert plan.stats.max_tokens == 10 // count
+
+
+def _mini(tokens: list[int]) -> MiniBatch:
+    """Rows of these tokens, on two ranks."""
+    rows = np.full(2, len(tokens) // 2)
+    return MiniBatch(
+        cost=np.array(tokens, dtype=np.float64),
+        tokens=np.array(tokens),
+        padding=np.zeros(len(tokens), dtype=bool),
+        rows=rows,
+        real_rows=rows,
+        fixed_rows=None,
+    )
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_kicks_keep_every_rule_and_never_cost_more(columns: int) -> None:
+    won = 0
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        tokens = np.clip(rng.lognormal(5.0, 1.2, 12), 1, 3000).astype(np.int64)
+        cap = max(int(tokens.max()), int(tokens.sum()) * 4 // (9 * columns))
+        made = Boards(
+            tokens[None].astype(np.float64) ** 1.5,
+            tokens[None],
+            rng.permutation(np.arange(12) % (3 * columns))[None],
+            num_ranks=3,
+            num_columns=columns,
+        )
+        rules = Rules(cap=cap, moves="none" if columns == 1 else "rank")
+        if not fit_cap(made, rules).all():
+            continue
+        polish(made, rules)
+        before = made.lockstep_of(0)
+        kick(made, rules, goals=np.zeros(1), num_kicks=20)
+        assert made.lockstep_of(0) <= before * (1 + 1e-9)
+        assert _legal(made, rules).all()
+        assert np.bincount(made.cell[0] % 3).tolist() == [4, 4, 4]
+        _check_books(made)
+        won += made.lockstep_of(0) < before * (1 - 1e-6)
+    assert won >= 1

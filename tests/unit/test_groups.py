@@ -162,8 +162,7 @@ def test_rollouts_kept_together_cost_little() -> None:
 
 def test_the_exhaustive_search_finds_what_swaps_do_not() -> None:
     size, room = np.array([6, 3, 4, 1, 6, 4]), np.array([12, 12])  # no single swap fills both bins
-    for by in ("cost", "size"):
-        part = share_out(size, np.arange(6.0), room, by=by)
-        assert part is not None
-        assert np.bincount(part, weights=size).tolist() == [12, 12]
-    assert share_out(np.array([6, 6, 6]), np.ones(3), np.array([9, 9]), by="size") is None
+    part = share_out(size, np.arange(6.0), room)
+    assert part is not None
+    assert np.bincount(part, weights=size).tolist() == [12, 12]
+    assert share_out(np.array([6, 6, 6]), np.ones(3), np.array([9, 9])) is None

@@ -30,7 +30,6 @@ class Rules:
         moves: whether a row may change cells without another in return: never, between cells of one rank (the rank's
             row count stays), or between any cells.
         alike: rows of one kind only are swapped, within a rank as well.
-
     """
 
     cap: int | None = None
@@ -48,7 +47,6 @@ class Boards:
         num_ranks: cells of a column.
         num_columns: columns of a board.
         kind: shape (J, n); only rows of one kind are swapped between ranks. None if all rows are alike.
-
     """
 
     def __init__(
@@ -69,12 +67,13 @@ class Boards:
         self.cost = np.concatenate([cost, np.zeros((self.num_boards, 1))], axis=1)
         self.tokens = np.concatenate([tokens, np.zeros((self.num_boards, 1), dtype=np.int64)], axis=1)
         self.kind = None if kind is None else np.concatenate([kind, kind[:, :1]], axis=1)
-        self.cell: IntArray = cell.copy()
         self.rank_of: IntArray = iota(self.num_cells) % num_ranks
         self.column_of: IntArray = iota(self.num_cells) // num_ranks
-        self._fill()
+        self.place(cell)
 
-    def _fill(self) -> None:
+    def place(self, cell: IntArray) -> None:
+        """Put every row into its cell, shape (J, n)."""
+        self.cell: IntArray = cell.copy()
         boards, n, cells = self.num_boards, self.num_rows, self.num_cells
         flat: IntArray = (self.cell + iota(boards)[:, None] * cells).ravel()
         bins = boards * cells
@@ -109,8 +108,6 @@ class Boards:
         if width > self.slots.shape[2]:
             self._lay_out(width + 4)
 
-    # -- objectives ---------------------------------------------------------------------------------------------------
-
     def columns(self) -> FloatArray:
         """Loads by column, shape (J, num_columns, num_ranks)."""
         return self.load.reshape(self.num_boards, self.num_columns, self.num_ranks)
@@ -123,22 +120,20 @@ class Boards:
         """The same of one board."""
         return float(self.load[j].reshape(self.num_columns, self.num_ranks).max(axis=1).sum())
 
-    # -- search -------------------------------------------------------------------------------------------------------
-
     def targets(self) -> FloatArray:
         """Level that each cell should reach, shape (J, K).
 
         No column can be below its longest row, so the others share what is left: the level is the larger of that row
         and a water line, the same for all columns, at which the levels add up to the whole cost.
         """
-        floor = self.longest_of_columns()
+        floor = self._longest_of_columns()
         total = self.load.sum(axis=1) / self.num_ranks
         level = np.empty_like(floor)
         for j in range(self.num_boards):
             level[j] = np.maximum(floor[j], _water_line(floor[j], float(total[j])))
         return np.repeat(level, self.num_ranks, axis=1)
 
-    def longest_of_columns(self) -> FloatArray:
+    def _longest_of_columns(self) -> FloatArray:
         """Cost of the dearest row of each column, shape (J, num_columns)."""
         boards = iota(self.num_boards)[:, None]
         by_column = self.slots.reshape(self.num_boards, self.num_columns, -1)
@@ -153,7 +148,6 @@ class Boards:
         active: BoolArray,
         pairs: Pairs,
         shift: int,
-        ceiling: FloatArray | None = None,
     ) -> int:
         """One round: pair full cells with empty ones and give each pair its best swap or move.
 
@@ -164,12 +158,9 @@ class Boards:
             active: boards that take part, shape (J,).
             pairs: which cells are paired: those of one column, those of one rank, or any.
             shift: rotates the partners, so that rounds try other pairs.
-            ceiling: shape (J, K), the dearest row that may enter a cell. A row above a column's level would hold the
-                whole column up, and no single swap could mend that where it happened to several ranks.
 
         Returns:
             Number of pairs that were changed.
-
         """
         board, full, empty = self._pairs(excess, pairs, shift)
         gap = excess[board, full] - excess[board, empty]
@@ -186,8 +177,7 @@ class Boards:
             if widest < _MAX_WIDTH:
                 part = part[width[part] <= widest]
             at += part.size
-            most = None if ceiling is None else ceiling[board[part], empty[part]]
-            changed += self._swap_best(board[part], full[part], empty[part], gap[part], weight, rules, widest, most)
+            changed += self._swap_best(board[part], full[part], empty[part], gap[part], weight, rules, widest)
         return changed
 
     def _pairs(self, excess: FloatArray, pairs: Pairs, shift: int) -> tuple[IntArray, IntArray, IntArray]:
@@ -218,13 +208,10 @@ class Boards:
         weight: FloatArray,
         rules: Rules,
         width: int,
-        most: FloatArray | None,
     ) -> int:
         out_rows = self.slots[board, full, :width]  # (P, W)
         in_rows = self.slots[board, empty, :width]
         leave, enter = self._weights_of_free_rows(board, full, empty, out_rows, in_rows, weight, rules)
-        if most is not None:
-            leave[self.cost[board[:, None], out_rows] > most[:, None]] = -np.inf
         shift: FloatArray = leave[:, :, None] - enter[:, None, :]
         gain: FloatArray = np.subtract(gap[:, None, None], shift)
         gain *= shift  # half the fall of the sum of squared excesses; -inf where a slot is not free to change
@@ -236,7 +223,7 @@ class Boards:
             return 0
         pick = best[won]
         i, m = pick // width, pick % width
-        self.exchange(board[won], full[won], i, empty[won], m)
+        self.swap(board[won], full[won], i, empty[won], m)
         return int(won.sum())
 
     def _weights_of_free_rows(
@@ -292,7 +279,7 @@ class Boards:
         tokens = out_tokens[:, :, None] - in_tokens[:, None, :]
         gain[(tokens < least[:, None, None]) | (tokens > most[:, None, :])] = -np.inf
 
-    def exchange(self, board: IntArray, cell_a: IntArray, at_a: IntArray, cell_b: IntArray, at_b: IntArray) -> None:
+    def swap(self, board: IntArray, cell_a: IntArray, at_a: IntArray, cell_b: IntArray, at_b: IntArray) -> None:
         """Swap slot ``at_a`` of ``cell_a`` with slot ``at_b`` of ``cell_b``; an empty slot b makes it a move.
 
         No cell may occur twice in one call on one board.
@@ -320,7 +307,7 @@ class Boards:
         self.fill[board, cell_a] -= tokens
         self.fill[board, cell_b] += tokens
 
-    def exchange_one(self, j: int, cell_a: int, at_a: int, cell_b: int, at_b: int) -> None:
+    def swap_one(self, j: int, cell_a: int, at_a: int, cell_b: int, at_b: int) -> None:
         """The same for one board and two cells, in a tenth of the time."""
         slots, count = self.slots[j], self.count[j]
         a, b = int(slots[cell_a, at_a]), int(slots[cell_b, at_b])
@@ -341,6 +328,12 @@ class Boards:
         self.load[j, cell_b] += cost
         self.fill[j, cell_a] -= tokens
         self.fill[j, cell_b] += tokens
+
+    def swap_rows(self, j: int, a: int, b: int) -> None:
+        """Swap two rows of different cells of one board."""
+        cell_a, cell_b = int(self.cell[j, a]), int(self.cell[j, b])
+        at_a, at_b = (int((self.slots[j, c] == row).argmax()) for c, row in ((cell_a, a), (cell_b, b)))
+        self.swap_one(j, cell_a, at_a, cell_b, at_b)
 
 
 def _water_line(floor: FloatArray, total: float) -> float:

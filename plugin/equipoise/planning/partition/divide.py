@@ -78,7 +78,6 @@ def partition(
 
     >>> [part.tolist() for part in partition([8, 7, 6, 5, 4], 2)]
     [[0, 1], [2, 3, 4]]
-
     """
     values = checked_weights(weights)
     _check_parts(values.size, k, equal_size=equal_size)
@@ -117,28 +116,17 @@ def _check_parts(n: int, k: int, *, equal_size: bool) -> None:
     if k > n:
         raise InvalidInput(must("k", f"be at most the number of rows, {n}", k, f"use k <= {n} or add padding rows"))
     if equal_size and n % k:
-        raise InfeasiblePlan(
-            must(
-                "the number of rows",
-                f"be a multiple of k = {k} with equal_size=True",
-                n,
-                f"pad to {n + k - n % k} rows or pass equal_size=False",
-            )
-        )
+        rule = f"be a multiple of k = {k} with equal_size=True"
+        remedy = f"pad to {n + k - n % k} rows or pass equal_size=False"
+        raise InfeasiblePlan(must("the number of rows", rule, n, remedy))
 
 
 def _divide(algorithm: str, values: FloatArray, k: int, *, equal_size: bool) -> IntArray:
     part = partitioners[algorithm](values, k, equal_size=equal_size)
     size = counts(part, k)
     if size.size > k or size.min() < 1 or (equal_size and size.max() > values.size // k):
-        raise InvalidInput(
-            must(
-                f"partitioner {algorithm!r}",
-                f"give {values.size} rows {k} parts, none empty",
-                size.tolist(),
-                "return the part of each row",
-            )
-        )
+        rule = f"give {values.size} rows {k} parts, none empty"
+        raise InvalidInput(must(f"partitioner {algorithm!r}", rule, size.tolist(), "return the part of each row"))
     return part
 
 
@@ -150,14 +138,8 @@ def _divide_groups(algorithm: str, values: FloatArray, k: int, *, equal_size: bo
     number: dict[Any, int] = {}
     group = np.array([number.setdefault(name, len(number)) for name in ids.tolist()], dtype=np.int64)
     if k > len(number):
-        raise InfeasiblePlan(
-            must(
-                "k",
-                f"be at most the number of groups, {len(number)}",
-                k,
-                f"use k <= {len(number)} or do not keep groups whole",
-            )
-        )
+        rule = f"be at most the number of groups, {len(number)}"
+        raise InfeasiblePlan(must("k", rule, k, f"use k <= {len(number)} or do not keep groups whole"))
     size = counts(group, len(number))
     if equal_size and ((size != size[0]).any() or size.size % k):
         raise InfeasiblePlan(

@@ -20,7 +20,6 @@ def longest_first(weights: FloatArray, k: int, *, max_rows: IntArray | None = No
         weights: at least 0, shape (n,).
         k: number of parts.
         max_rows: the most rows of each part, shape (k,), adding up to at least n; None for no limit.
-
     """
     part = np.empty(weights.size, dtype=np.int64)
     limits = [weights.size] * k if max_rows is None else max_rows.tolist()

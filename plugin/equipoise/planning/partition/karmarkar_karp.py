@@ -25,7 +25,6 @@ def equal_size(weights: FloatArray, k: int) -> IntArray:
     Args:
         weights: at least 0, shape (n,), n a multiple of k.
         k: number of parts.
-
     """
     n = weights.size
     falling = np.argsort(-weights, kind="stable").reshape(-1, k)
@@ -60,7 +59,6 @@ def free_size(weights: FloatArray, k: int) -> IntArray:
     Args:
         weights: at least 0, shape (n,).
         k: number of parts.
-
     """
     n = weights.size
     if k == 1:

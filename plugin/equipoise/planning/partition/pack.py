@@ -11,13 +11,13 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from equipoise._arrays import FloatArray, IntArray, counts, int_sums, sums
+from equipoise._arrays import FloatArray, IntArray, counts, int_sums
 from equipoise._checks import as_lengths, positive
 from equipoise.errors import EquipoiseWarning, InfeasiblePlan, InvalidInput, must, nearest
 from equipoise.planning.partition import karmarkar_karp
 from equipoise.planning.partition.board import Boards, Rules
 from equipoise.planning.partition.divide import checked_weights
-from equipoise.planning.partition.refine import even_out_loads, fit_cap, polish
+from equipoise.planning.partition.refine import fit_cap, polish
 from equipoise.registry import Registry
 
 
@@ -111,33 +111,18 @@ def fewest_groups(tokens: IntArray, capacity: int) -> int:
 
 
 def _check_oversize(tokens: IntArray, capacity: int, oversize: str) -> None:
-    if oversize not in ("error", "alone"):
-        options = ("error", "alone")
+    options = ("error", "alone")
+    if oversize not in options:
         raise InvalidInput(must("oversize", f"be one of {list(options)}", oversize, nearest(str(oversize), options)))
     row = int(tokens.argmax())
     if int(tokens[row]) <= capacity:
         return
-    text = must(
-        f"lengths[{row}]",
-        f"be at most capacity = {capacity}",
-        int(tokens[row]),
-        f'raise capacity to {int(tokens[row])}, shorten the row, or pass oversize="alone"',
-    )
+    length = int(tokens[row])
+    remedy = f'raise capacity to {length}, shorten the row, or pass oversize="alone"'
+    text = must(f"lengths[{row}]", f"be at most capacity = {capacity}", length, remedy)
     if oversize == "error":
         raise InfeasiblePlan(text)
     warnings.warn(f"{text}; it gets a group of its own", EquipoiseWarning, stacklevel=3)
-
-
-def _check_groups(groups: int, rows: int, multiple: int) -> None:
-    if groups > rows:
-        raise InfeasiblePlan(
-            must(
-                "the number of groups",
-                f"be at most the number of rows, {rows}, so that none is empty",
-                groups,
-                f"raise capacity, or lower min_groups or multiple = {multiple}",
-            )
-        )
 
 
 def first_fit(tokens: IntArray, capacity: int) -> IntArray:
@@ -151,23 +136,6 @@ def first_fit(tokens: IntArray, capacity: int) -> IntArray:
         if fits.size:
             to = int(fits[0])
         else:
-            to, used = used, used + 1
-            room[to] = capacity
-        group[row] = to
-        room[to] -= length
-    return group
-
-
-def _best_fit(tokens: IntArray, capacity: int) -> IntArray:
-    """Group of each row: rows in falling length, each to the fullest group with room."""
-    group = np.empty(tokens.size, dtype=np.int64)
-    room = np.empty(tokens.size, dtype=np.int64)
-    used = 0
-    for row in np.argsort(-tokens, kind="stable").tolist():
-        length = int(tokens[row])
-        left = np.where(room[:used] >= length, room[:used], np.iinfo(np.int64).max)
-        to = int(left.argmin()) if used else 0
-        if not used or left[to] == np.iinfo(np.int64).max:
             to, used = used, used + 1
             room[to] = capacity
         group[row] = to
@@ -198,7 +166,10 @@ def ffd(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multip
     group = first_fit(tokens, capacity)
     needed = int(group.max()) + 1
     groups = round_up(max(needed, least), multiple)
-    _check_groups(groups, tokens.size, multiple)
+    if groups > tokens.size:
+        rule = f"be at most the number of rows, {tokens.size}, so that none is empty"
+        remedy = f"raise capacity, or lower min_groups or multiple = {multiple}"
+        raise InfeasiblePlan(must("the number of groups", rule, groups, remedy))
     if groups == needed:
         return group
     spread = _widest_room(tokens, tokens.astype(np.float64), capacity, groups)
@@ -221,17 +192,9 @@ def kk(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multipl
 
 @packers.decorator("refined")
 def refined(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multiple: int) -> IntArray:
-    """The fewest groups that first fit, best fit or a search for room find, then evened out by swaps and moves."""
-    starts = [ffd(tokens, weights, capacity, least, multiple)]
-    best = _best_fit(tokens, capacity)
-    if (
-        int(best.max()) < int(starts[0].max())
-        and (int(best.max()) + 1) % multiple == 0
-        and int(best.max()) + 1 >= least
-    ):
-        starts.insert(0, best)
-    limit = int(starts[0].max()) + 1
-    found = starts[0]
+    """The fewest groups that first fit or a search for room finds, then evened out by swaps and moves."""
+    found = ffd(tokens, weights, capacity, least, multiple)
+    limit = int(found.max()) + 1
     groups = round_up(max(fewest_groups(tokens, capacity), least), multiple)
     while groups < limit:
         tried = _fitted(tokens, capacity, groups)
@@ -244,33 +207,23 @@ def refined(tokens: IntArray, weights: FloatArray, capacity: int, least: int, mu
 
 def _fitted(tokens: IntArray, capacity: int, groups: int) -> IntArray | None:
     """A packing into ``groups`` groups from a spread start, by levelling tokens; None if the search finds none."""
-    start = karmarkar_karp.free_size(tokens.astype(np.float64), groups)
+    values = tokens.astype(np.float64)
+    start = karmarkar_karp.free_size(values, groups)
     if counts(start, groups).min() == 0:
         return None
-    boards = _boards(start, tokens, tokens.astype(np.float64), groups)
-    fits = fit_cap(boards, Rules(cap=capacity, moves="any"))
-    return boards.cell[0] if fits.all() else None
+    boards = Boards(values[None], tokens[None], start[None], num_ranks=groups, num_columns=1)
+    return boards.cell[0] if fit_cap(boards, Rules(cap=capacity, moves="any")).all() else None
 
 
 def _evened_out(group: IntArray, tokens: IntArray, weights: FloatArray, capacity: int, groups: int) -> IntArray:
-    starts = [group]
+    """The better of two starts, this one and the heaviest rows first, after swaps and moves."""
     spread = _widest_room(tokens, weights, capacity, groups)
-    if spread is not None:
-        starts.append(spread)
-    rules = Rules(cap=capacity, moves="any")
-    found: list[tuple[float, float, IntArray]] = []
-    for start in starts:
-        boards = _boards(start, tokens, weights, groups)
-        even_out_loads(boards, rules, tolerance=1e-6)
-        polish(boards, rules)
-        load = sums(boards.cell[0], weights, groups)
-        found.append((float(load.max()), float((load**2).sum()), boards.cell[0]))
-    best: IntArray = min(found, key=lambda each: each[:2])[2]
-    return best
-
-
-def _boards(group: IntArray, tokens: IntArray, weights: FloatArray, groups: int) -> Boards:
-    return Boards(weights[None], tokens[None], group[None], num_ranks=groups, num_columns=1)
+    cells = np.stack([group] if spread is None else [group, spread])
+    alike = np.ones((len(cells), 1))
+    boards = Boards(weights * alike, tokens * alike.astype(np.int64), cells, num_ranks=groups, num_columns=1)
+    polish(boards, Rules(cap=capacity, moves="any"))
+    best = np.lexsort(((boards.load**2).sum(axis=1), boards.lockstep()))[0]
+    return boards.cell[int(best)]
 
 
 def _breaks(group: IntArray, tokens: IntArray, capacity: int, groups: int) -> bool:
@@ -288,24 +241,3 @@ def _split_to(group: IntArray, tokens: IntArray, groups: int) -> IntArray:
         split[falling[1::2]] = used
         used += 1
     return split
-
-
-def pack_metrics(lengths: Any, groups: list[IntArray], *, capacity: int) -> dict[str, float]:
-    """How even and how full groups are, the figures that AReaL logs of its packing.
-
-    ``spread`` is the largest less the smallest sum of tokens, ``imbalance_ratio`` their quotient, ``std`` and ``cv``
-    the standard deviation and its share of the mean, ``utilization`` the share of the capacity in use,
-    ``wasted_tokens`` the rest of it.
-    """
-    tokens = as_lengths(lengths)
-    load = np.array([int(tokens[rows].sum()) for rows in groups], dtype=np.float64)
-    room = float(capacity) * load.size
-    return {
-        "num_groups": float(load.size),
-        "spread": float(load.max() - load.min()),
-        "imbalance_ratio": float(load.max() / load.min()) if load.min() > 0 else float("inf"),
-        "std": float(load.std()),
-        "cv": float(load.std() / load.mean()) if load.mean() > 0 else 0.0,
-        "utilization": float(load.sum() / room),
-        "wasted_tokens": float(np.maximum(capacity - load, 0).sum()),
-    }

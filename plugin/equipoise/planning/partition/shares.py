@@ -10,7 +10,7 @@ import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray, IntArray, int_sums, iota, sums
 from equipoise.planning.partition.board import Boards, Rules
-from equipoise.planning.partition.refine import even_out_loads, polish
+from equipoise.planning.partition.refine import even_out_loads
 
 _MAX_STEPS = 2000
 _MAX_PAIRS = 20_000_000  # looked at by all steps of one search: some 0.2 s
@@ -18,116 +18,83 @@ _EXACT_GROUPS = 200
 _EXACT_NODES = 20_000
 
 
-def share_out(size: IntArray, cost: FloatArray, room: IntArray, *, by: str) -> IntArray | None:
+def share_out(size: IntArray, cost: FloatArray, room: IntArray) -> IntArray | None:
     """Bin of each group, shape (G,), none of them holding more rows than it has room for; None if none was found.
+
+    The dearest group chooses first, and takes the cheapest bin with room.
 
     Args:
         size: rows of each group, shape (G,).
         cost: of each group, shape (G,).
         room: rows that each bin takes, shape (k,). What groups do not fill is left to single rows.
-        by: which group chooses first: "cost", the dearest, or "size", the one with the most rows. Both choose the
-            cheapest bin with room.
 
-    >>> share_out(np.array([2, 1, 1]), np.array([5.0, 3.0, 1.0]), np.array([2, 2]), by="cost").tolist()
+    >>> share_out(np.array([2, 1, 1]), np.array([5.0, 3.0, 1.0]), np.array([2, 2])).tolist()
     [0, 1, 1]
     """
-    order = np.argsort(-cost, kind="stable") if by == "cost" else np.lexsort((-cost, -size))
-    part = _cheapest_first(size, cost, room, order)
-    if not _over(part, size, room).any():
-        return part
-    part = _make_room(part, size, room)
-    if not _over(part, size, room).any():
-        return part
-    return _exhaustive(size, room)
+    part = _cheapest_first(size, cost, room)
+    _trade(part, size, size.astype(np.float64), room, over=True)
+    return _exhaustive(size, room) if (int_sums(part, size, room.size) > room).any() else part
 
 
 def level_shares(part: IntArray, size: IntArray, cost: FloatArray, room: IntArray) -> IntArray:
     """The shares after swaps and moves of whole groups that lower the dearest bin; rows stay within the room."""
-    boards = Boards(
-        cost[None],
-        np.zeros((1, cost.size), dtype=np.int64),
-        part[None],
-        num_ranks=room.size,
-        num_columns=1,
-        kind=size[None],
-    )
-    rules = Rules(moves="none")
-    before = float(boards.lockstep()[0])
-    even_out_loads(boards, rules)
-    polish(boards, rules)
-    part = np.array(boards.cell[0] if float(boards.lockstep()[0]) < before else part)
-    load, rows = sums(part, cost, room.size), int_sums(part, size, room.size)
-    looked_at = 0
-    for _ in range(_MAX_STEPS):
-        top = int(load.argmax())
-        mine, partner, there = _partners(part, top, room.size)
-        looked_at += mine.size * there.size
-        if looked_at > _MAX_PAIRS or not mine.size or not there.size:
-            break
-        # the last, empty partner stands for none
-        shift = cost[mine][:, None] - np.append(cost, 0.0)[partner]
-        grown = size[mine][:, None] - np.append(size, 0)[partner]
-        fits: BoolArray = (rows[there] + grown <= room[there]) & (rows[top] - grown <= room[top]) & (shift > 0)
-        after: FloatArray = np.where(fits, np.maximum(load[top] - shift, load[there] + shift), np.inf)
-        a, b = divmod(int(after.argmin()), there.size)
-        if not after[a, b] < load[top] * (1 - 1e-12):
-            break
-        _trade(part, int(mine[a]), int(partner[b]), int(there[b]))
-        load, rows = sums(part, cost, room.size), int_sums(part, size, room.size)
+    tokens, bins = np.zeros((1, cost.size), dtype=np.int64), room.size
+    boards = Boards(cost[None], tokens, part[None], num_ranks=bins, num_columns=1, kind=size[None])
+    before = boards.lockstep_of(0)
+    even_out_loads(boards, Rules())
+    part = np.array(boards.cell[0] if boards.lockstep_of(0) < before else part)
+    _trade(part, size, cost, room, over=False)
     return part
 
 
-def _partners(part: IntArray, top: int, bins: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Groups of bin ``top``; every group elsewhere and, as number G, none; and the bin of each partner."""
-    others = np.flatnonzero(part != top)
-    elsewhere = np.flatnonzero(iota(bins) != top)
-    partner = np.concatenate([others, np.full(elsewhere.size, part.size, dtype=np.int64)])
-    return np.flatnonzero(part == top), partner, np.concatenate([part[others], elsewhere])
+def _trade(part: IntArray, size: IntArray, weight: FloatArray, room: IntArray, *, over: bool) -> None:
+    """Swap or move whole groups of the bin that holds most, in place, while that helps.
+
+    Args:
+        part: bin of each group.
+        size: rows of each group.
+        weight: of each group; what is lowered in the bin that holds most.
+        room: rows of each bin.
+        over: bins may be over their room, and rows without room are lowered; else all stay within it.
+    """
+    bins, looked_at = iota(room.size), 0
+    spare_weight, spare_size = np.append(weight, 0.0), np.append(size, 0)  # the last stands for no group
+    for _ in range(_MAX_STEPS):
+        rows, load = int_sums(part, size, room.size), sums(part, weight, room.size)
+        excess: FloatArray = np.maximum(rows - room, 0).astype(np.float64) if over else load
+        top = int(excess.argmax())
+        mine, others, elsewhere = np.flatnonzero(part == top), np.flatnonzero(part != top), bins[bins != top]
+        partner = np.concatenate([others, np.full(elsewhere.size, part.size, dtype=np.int64)])
+        there = np.concatenate([part[others], elsewhere])
+        looked_at += mine.size * there.size
+        if looked_at > _MAX_PAIRS or not mine.size or not there.size or (over and not excess[top]):
+            return
+        shift = spare_weight[mine][:, None] - spare_weight[partner]
+        grown = size[mine][:, None] - spare_size[partner]
+        if over:
+            after = np.maximum(excess[top] - grown, 0) + np.maximum(rows[there] + grown - room[there], 0)
+            gain: FloatArray = excess[top] + excess[there] - after
+        else:
+            fits: BoolArray = (rows[there] + grown <= room[there]) & (rows[top] - grown <= room[top]) & (shift > 0)
+            gain = np.where(fits, load[top] - np.maximum(load[top] - shift, load[there] + shift), -np.inf)
+        a, b = divmod(int(gain.argmax()), there.size)
+        if gain[a, b] <= 1e-12 * excess[top]:
+            return
+        if partner[b] < part.size:
+            part[partner[b]] = top
+        part[mine[a]] = there[b]
 
 
-def _trade(part: IntArray, group: int, partner: int, there: int) -> None:
-    if partner < part.size:
-        part[partner] = part[group]
-    part[group] = there
-
-
-def _over(part: IntArray, size: IntArray, room: IntArray) -> IntArray:
-    """Rows of each bin for which it has no room, shape (k,)."""
-    return np.maximum(int_sums(part, size, room.size) - room, 0)
-
-
-def _cheapest_first(size: IntArray, cost: FloatArray, room: IntArray, order: IntArray) -> IntArray:
-    """Groups in this order to the cheapest bin with room for them, or else to the one with the most room."""
+def _cheapest_first(size: IntArray, cost: FloatArray, room: IntArray) -> IntArray:
+    """Groups, the dearest first, to the cheapest bin with room for them, or else to the one with the most room."""
     left: IntArray = np.array(room, dtype=np.int64)
     load = np.zeros(room.size)
     part = np.empty(size.size, dtype=np.int64)
-    for group in order.tolist():
+    for group in np.argsort(-cost, kind="stable").tolist():
         fits: BoolArray = left >= size[group]
         part[group] = bin_ = int(np.where(fits, load, np.inf).argmin()) if fits.any() else int(left.argmax())
         left[bin_] -= size[group]
         load[bin_] += cost[group]
-    return part
-
-
-def _make_room(part: IntArray, size: IntArray, room: IntArray) -> IntArray:
-    """Move or swap whole groups of the bin that is most over while that leaves fewer rows without room."""
-    part = np.array(part)
-    looked_at = 0
-    for _ in range(_MAX_STEPS):
-        rows = int_sums(part, size, room.size)
-        over = np.maximum(rows - room, 0)
-        top = int(over.argmax())
-        mine, partner, there = _partners(part, top, room.size)
-        looked_at += mine.size * there.size
-        if not over[top] or not there.size or looked_at > _MAX_PAIRS:
-            break
-        grown = size[mine][:, None] - np.append(size, 0)[partner]
-        after = np.maximum(rows[top] - grown - room[top], 0) + np.maximum(rows[there] + grown - room[there], 0)
-        gain = over[top] + over[there] - after
-        a, b = divmod(int(gain.argmax()), there.size)
-        if gain[a, b] <= 0:
-            break
-        _trade(part, int(mine[a]), int(partner[b]), int(there[b]))
     return part
 
 

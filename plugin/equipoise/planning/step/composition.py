@@ -26,7 +26,6 @@ def mini_batch_rows(lengths: IntArray, is_padding: BoolArray, spec: StepSpec) ->
 
     Returns:
         ``num_mini_batches`` integer arrays; with ``equal_count`` all of one size.
-
     """
     blocks = split_sizes(lengths.size, spec.num_mini_batches)
     if spec.composition == "keep":

@@ -12,7 +12,6 @@ def check_group_tokens(tokens: IntArray, size: IntArray, j: int, spec: StepSpec)
 
     Raises:
         InfeasiblePlan: a group is; names its tokens and the cap.
-
     """
     if spec.cap is None:
         return
@@ -38,7 +37,6 @@ def no_shares(
         spec: the settings.
         padded: rows of a batch with more padding for which shares are found; None for none.
         loose: the nearest value of ``keep_groups`` that does not fail for this reason.
-
     """
     each = str(int(room.min())) if room.min() == room.max() else f"{int(room.min())} or {int(room.max())}"
     fixed = spec.keep_groups == "micro" and spec.micro_batch_size_per_gpu is not None

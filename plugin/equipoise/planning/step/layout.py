@@ -6,11 +6,14 @@ Cell c belongs to rank c % dp_size and to column c // dp_size, a column being th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, iota, sums
+from equipoise.planning.partition.bounds import mini_batch_bound
 from equipoise.planning.step.spec import StepSpec
+from equipoise.planning.workload.padded import MicroBatchCost, micro_batch_cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,7 @@ class MiniBatch:
         rows: rows of each rank, shape (dp_size,).
         real_rows: rows of each rank that are no padding, shape (dp_size,).
         fixed_rows: rows of every micro-batch, or None where the token cap decides.
-
+        padded: cost of a micro-batch whose rows are padded to the longest one; None where costs of rows add up.
     """
 
     cost: FloatArray
@@ -33,11 +36,18 @@ class MiniBatch:
     rows: IntArray
     real_rows: IntArray
     fixed_rows: int | None
+    padded: MicroBatchCost | None = None
 
     @property
     def dp_size(self) -> int:
         """Number of ranks."""
         return self.rows.size
+
+    def bound(self, cap: int | None) -> float:
+        """Lockstep cost that no layout is below (see :mod:`equipoise.planning.partition.bounds`)."""
+        return mini_batch_bound(
+            self.cost, self.tokens, num_ranks=self.dp_size, cap=cap, rows_per_rank=int(self.rows.min())
+        )
 
 
 @dataclass(frozen=True)
@@ -53,9 +63,17 @@ class Layout:
         """Micro-batches of all ranks."""
         return self.num_columns * self.mini.dp_size
 
+    @cached_property
+    def _loads(self) -> FloatArray:
+        model, tokens = self.mini.padded, self.mini.tokens
+        if model is None:
+            return sums(self.cell, self.mini.cost, self.num_cells)
+        rows = np.split(np.argsort(self.cell, kind="stable"), np.cumsum(counts(self.cell, self.num_cells))[:-1])
+        return np.array([micro_batch_cost(model, tokens[mine]) if mine.size else 0.0 for mine in rows])
+
     def loads(self) -> FloatArray:
         """Cost of each cell, shape (num_columns, dp_size)."""
-        return sums(self.cell, self.mini.cost, self.num_cells).reshape(self.num_columns, self.mini.dp_size)
+        return self._loads.reshape(self.num_columns, self.mini.dp_size)
 
     def lockstep(self) -> float:
         """Σ over columns of the largest load."""
@@ -71,9 +89,15 @@ class Layout:
         return cost + spec.micro_batch_overhead * self.num_columns
 
     def crowded_tokens(self) -> int:
-        """Tokens of the fullest cell that holds more than one row; 0 if none does."""
-        tokens = int_sums(self.cell, self.mini.tokens, self.num_cells)
-        return int(np.where(counts(self.cell, self.num_cells) > 1, tokens, 0).max())
+        """Tokens, with padding where rows are padded, of the fullest cell that holds more than one row; else 0."""
+        rows = counts(self.cell, self.num_cells)
+        if self.mini.padded is None:
+            tokens = int_sums(self.cell, self.mini.tokens, self.num_cells)
+        else:
+            tokens = np.zeros(self.num_cells, dtype=np.int64)
+            np.maximum.at(tokens, self.cell, self.mini.tokens)
+            tokens *= rows
+        return int(np.where(rows > 1, tokens, 0).max())
 
     def legal(self, cap: int | None) -> bool:
         """No cell is empty, and none is above the cap but for lone rows."""
@@ -95,7 +119,6 @@ def dispatch_order(
 
     Returns:
         The order, shape (n,), and for each mini-batch an array of shape (dp_size, micro-batches); all read-only.
-
     """
     rank_of: list[IntArray] = []
     place_of: list[IntArray] = []

@@ -21,21 +21,15 @@ def check_counts(n: int, num_real: int, spec: StepSpec) -> None:
 
     Raises:
         InfeasiblePlan: they do not; names the settings and the nearest legal value.
-
     """
     if not _rows_divide(n, spec):
         raise InfeasiblePlan(_rows_text(n, spec))
     if num_real < spec.num_mini_batches:
         fewer = (j for j in range(num_real, 0, -1) if _rows_divide(n, dataclasses.replace(spec, num_mini_batches=j)))
         legal = next(fewer, None)
-        raise InfeasiblePlan(
-            must(
-                "num_mini_batches",
-                f"be at most the number of real rows, {num_real}, so that each optimizer step has one",
-                spec.num_mini_batches,
-                "skip the step, as there is nothing to train on" if legal is None else f"use {legal}",
-            )
-        )
+        rule = f"be at most the number of real rows, {num_real}, so that each optimizer step has one"
+        remedy = "skip the step, as there is nothing to train on" if legal is None else f"use {legal}"
+        raise InfeasiblePlan(must("num_mini_batches", rule, spec.num_mini_batches, remedy))
     if spec.micro_batch_size_per_gpu is None:
         _check_micro_batch_counts(n, spec)
 
@@ -114,7 +108,6 @@ def check_oversize(tokens: IntArray, spec: StepSpec) -> None:
 
     Raises:
         InfeasiblePlan: a row is above the cap; names the row, its length and the cap.
-
     """
     if spec.cap is None or int(tokens.max()) <= spec.cap:
         return
@@ -162,6 +155,8 @@ def roomiest(mini: MiniBatch, spec: StepSpec) -> Layout:
 
 def out_of_room(minis: list[MiniBatch], spec: StepSpec) -> InfeasiblePlan:
     """The error for rows that do not fit under the cap in as many micro-batches as there may be."""
+    if minis[0].padded is not None:
+        return _out_of_padded_room(minis, spec)
     layouts = [roomiest(mini, spec) for mini in minis]
     fullest = max(layouts, key=Layout.crowded_tokens)
     rows = fullest.mini.rows
@@ -187,3 +182,14 @@ def out_of_room(minis: list[MiniBatch], spec: StepSpec) -> InfeasiblePlan:
             " or ".join(remedies),
         )
     )
+
+
+def _out_of_padded_room(minis: list[MiniBatch], spec: StepSpec) -> InfeasiblePlan:
+    rows = max(int(mini.rows.max()) for mini in minis)
+    rule = (
+        f"hold a rank's {rows} rows of a mini-batch, padded to the longest of a micro-batch, in a multiple of "
+        f"micro_batch_multiple = {spec.micro_batch_multiple} micro-batches"
+    )
+    even = "" if spec.equal_count else " or pad so that ranks have equal rows"
+    remedy = f"raise it or lower micro_batch_multiple{even}"
+    return InfeasiblePlan(must("max_token_len_per_gpu", rule, spec.max_token_len_per_gpu, remedy))

@@ -26,7 +26,6 @@ def required_batch_multiple(dp_size: int, mini_batch_sizes: Iterable[int] = ()) 
 
     >>> required_batch_multiple(8, [64 * 4, 48 * 4])
     768
-
     """
     ranks = positive("dp_size", dp_size, "pass the number of data-parallel ranks")
     of_kind("mini_batch_sizes", mini_batch_sizes, Iterable, "pass a list, one for each role")
@@ -34,14 +33,9 @@ def required_batch_multiple(dp_size: int, mini_batch_sizes: Iterable[int] = ()) 
     for size in sizes:
         if size % ranks:
             legal = max(ranks, size - size % ranks)
-            raise InvalidInput(
-                must(
-                    "mini_batch_sizes",
-                    f"be multiples of dp_size = {ranks}, so that each rank gets as many rows of a mini-batch",
-                    size,
-                    f"use {legal} or {size + ranks - size % ranks} rows",
-                )
-            )
+            rule = f"be multiples of dp_size = {ranks}, so that each rank gets as many rows of a mini-batch"
+            remedy = f"use {legal} or {size + ranks - size % ranks} rows"
+            raise InvalidInput(must("mini_batch_sizes", rule, size, remedy))
     return math.lcm(ranks, *sizes)
 
 
@@ -77,7 +71,6 @@ def padded_batch_size(
     384
     >>> padded_batch_size(298, dp_size=2, num_steps=2, rule="steps")
     300
-
     """
     rows = positive("num_rows", num_rows, "skip the step when the batch is empty")
     if rule not in get_args(PaddingRule):

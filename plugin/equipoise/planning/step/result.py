@@ -29,7 +29,6 @@ class PlanStats:
         max_tokens: tokens of the fullest micro-batch; padded ones with a cost model that pads.
         num_micro_batches: micro-batches that one rank runs in the whole step.
         num_padding: padding rows.
-
     """
 
     lockstep_cost: float
@@ -58,7 +57,6 @@ class StepPlan:
         num_real_rows: rows of each mini-batch that are no padding, shape (num_mini_batches,).
         stats: what it costs.
         incoming: the same figures for the batch in the order in which it came (see :func:`plan_step`).
-
     """
 
     spec: StepSpec
@@ -107,7 +105,6 @@ class StepPlan:
 
         Raises:
             InvalidInput: no such rank.
-
         """
         rows = self.rank_rows(rank)
         sizes = np.concatenate([sizes[rank] for sizes in self.sizes])
@@ -164,7 +161,6 @@ def measure(
         tight_bound: of the mini-batches, whatever their layout.
         padded: model of a micro-batch whose rows are padded to the longest one; None for the sum of its rows. Ideal and
             bounds are those of the rows' own costs all the same: padded together they cost no less.
-
     """
     by_rank = np.concatenate(sizes, axis=1)  # (dp, all micro-batches); row-major it is the dispatch order
     micro = np.repeat(iota(by_rank.size), by_rank.ravel())

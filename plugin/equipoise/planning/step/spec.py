@@ -59,7 +59,6 @@ class StepSpec:
 
     >>> StepSpec(dp_size=8, num_mini_batches=4, max_token_len_per_gpu=16384, sp_size=2).cap
     32768
-
     """
 
     dp_size: int
@@ -84,14 +83,8 @@ class StepSpec:
             if value is not None or field not in _OPTIONAL:  # numpy's integers would overflow in products
                 object.__setattr__(self, field, positive(field, value, remedy))
         if self.micro_batch_size_per_gpu is not None and self.max_token_len_per_gpu is not None:
-            raise InvalidInput(
-                must(
-                    "micro_batch_size_per_gpu",
-                    "be None when max_token_len_per_gpu is given",
-                    self.micro_batch_size_per_gpu,
-                    "choose fixed micro-batches or the token cap",
-                )
-            )
+            rule, remedy = "be None when max_token_len_per_gpu is given", "choose fixed micro-batches or the token cap"
+            raise InvalidInput(must("micro_batch_size_per_gpu", rule, self.micro_batch_size_per_gpu, remedy))
         if not is_whole(self.seed):
             raise InvalidInput(must("seed", "be a whole number of at least 0", self.seed, "use 0"))
         overhead: Any = self.micro_batch_overhead

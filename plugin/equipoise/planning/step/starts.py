@@ -10,43 +10,81 @@ import itertools
 
 import numpy as np
 
-from equipoise._arrays import FloatArray, IntArray, counts, iota, sums
+from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, iota, sums
 from equipoise.planning.partition import greedy, karmarkar_karp, partitioners
 from equipoise.planning.step.layout import Layout, MiniBatch
 
 
-def by_tiers(mini: MiniBatch, num_columns: int) -> IntArray:
-    """Column after column from the longest rows down, each one levelled by largest differencing."""
-    real = np.flatnonzero(~mini.padding)
-    falling = real[np.argsort(-mini.cost[real], kind="stable")]
+def portfolio(board: MiniBatch, num_columns: int, home: IntArray | None, cell: IntArray | None) -> list[IntArray]:
+    """Where the search starts: given cells, or the cells of two rules.
+
+    Args:
+        board: rows, or groups as rows.
+        num_columns: micro-batches of each rank.
+        home: rank of each row, -1 for padding; None where it is free.
+        cell: cells that are given already.
+    """
+    if cell is not None:
+        return [cell]
+    if num_columns == 1 or board.fixed_rows is not None:  # the second would be the first over again
+        return [by_tiers(board, num_columns, home)]
+    return [by_tiers(board, num_columns, home), by_stripes(board, num_columns, home)]
+
+
+def by_tiers(mini: MiniBatch, num_columns: int, home: IntArray | None = None) -> IntArray:
+    """Column after column from the longest rows down, each one levelled by largest differencing where rows may move."""
+    quota = _quotas_by_tokens(mini, num_columns)
     cell = np.full(mini.cost.size, -1, dtype=np.int64)
-    at = 0
-    for column, limits in enumerate(_quotas_by_tokens(mini, num_columns)):
-        rows = falling[at : at + int(limits.sum())]
-        at += rows.size
-        if rows.size:
-            cell[rows] = column * mini.dp_size + _divide(mini.cost[rows], limits, "kk")
+    if home is None:
+        upto = np.cumsum(quota.sum(axis=1))[:-1]
+        for column, rows in enumerate(np.split(_falling(mini.cost, ~mini.padding), upto)):
+            if rows.size:
+                cell[rows] = column * mini.dp_size + _divide(mini.cost[rows], quota[column], "kk")
+    else:
+        for rank in range(mini.dp_size):
+            columns = np.repeat(iota(num_columns), quota[:, rank])
+            cell[_falling(mini.cost, home == rank)] = columns * mini.dp_size + rank
     return _with_padding(mini, cell, num_columns)
 
 
-def by_stripes(mini: MiniBatch, num_columns: int) -> IntArray:
+def by_stripes(mini: MiniBatch, num_columns: int, home: IntArray | None = None) -> IntArray:
     """All cells alike: every one gets a long, a middle and a short row."""
-    real = np.flatnonzero(~mini.padding)
-    cell = np.full(mini.cost.size, -1, dtype=np.int64)
     quota = _quotas_even(mini.real_rows, num_columns)
-    cell[real] = greedy.longest_first(mini.cost[real], quota.size, max_rows=quota.ravel())
+    if home is not None:
+        return _with_padding(mini, _dealt_at_home(mini.cost, quota, home), num_columns)
+    cell = np.full(mini.cost.size, -1, dtype=np.int64)
+    cell[~mini.padding] = greedy.longest_first(mini.cost[~mini.padding], quota.size, max_rows=quota.ravel())
     return _with_padding(mini, cell, num_columns)
 
 
-def by_fold(mini: MiniBatch, num_columns: int) -> IntArray:
+def by_fold(mini: MiniBatch, num_columns: int, home: IntArray | None = None) -> IntArray:
     """The roomiest layout: the longest rows alone, the others longest with shortest, padding treated like any row.
 
-    With at most two rows to a cell, as in the most columns that a rank's rows allow, no layout has more room.
+    With at most two rows to a cell, as in the most columns that a rank's rows allow, no layout has more room. Where
+    rows have a home, padding is placed last.
     """
+    tokens = mini.tokens.astype(np.float64)
+    if home is not None:
+        return _with_padding(mini, _dealt_at_home(tokens, _quotas_even(mini.real_rows, num_columns), home), num_columns)
     quota = _quotas_even(mini.rows, num_columns).ravel()
     cells = np.argsort(quota, kind="stable")
-    tokens = mini.tokens.astype(np.float64)
     return cells[greedy.longest_first(tokens, quota.size, max_rows=quota[cells])]
+
+
+def _dealt_at_home(weights: FloatArray, quota: IntArray, home: IntArray) -> IntArray:
+    """Each rank's rows to its cells, greedily; -1 for padding."""
+    cell = np.full(weights.size, -1, dtype=np.int64)
+    columns, ranks = quota.shape
+    for rank in range(ranks):
+        rows = np.flatnonzero(home == rank)
+        cell[rows] = greedy.longest_first(weights[rows], columns, max_rows=quota[:, rank]) * ranks + rank
+    return cell
+
+
+def _falling(weights: FloatArray, among: BoolArray) -> IntArray:
+    """Numbers of these rows, the heaviest first."""
+    rows = np.flatnonzero(among)
+    return rows[np.argsort(-weights[rows], kind="stable")]
 
 
 def rank_by_rule(mini: MiniBatch, algorithm: str) -> IntArray:
@@ -69,7 +107,6 @@ def by_ranks(mini: MiniBatch, rank: IntArray, num_columns: int, algorithm: str, 
 
     Returns:
         The cell of each row, or None as soon as a micro-batch is above the cap.
-
     """
     cell = np.full(mini.cost.size, -1, dtype=np.int64)
     tokens = mini.tokens.astype(np.float64)
@@ -93,29 +130,7 @@ def by_ranks(mini: MiniBatch, rank: IntArray, num_columns: int, algorithm: str, 
     return _with_padding(mini, cell, num_columns)
 
 
-def tiers_of_ranks(mini: MiniBatch, rank: IntArray, num_columns: int) -> IntArray:
-    """Column after column from each rank's longest rows down; ``rank`` as :func:`rank_by_rule` gives it."""
-    cell = np.full(mini.cost.size, -1, dtype=np.int64)
-    quota = _quotas_by_tokens(mini, num_columns)
-    for r in range(mini.dp_size):
-        rows = np.flatnonzero(rank == r)
-        falling = rows[np.argsort(-mini.cost[rows], kind="stable")]
-        cell[falling] = np.repeat(iota(num_columns), quota[:, r]) * mini.dp_size + r
-    return _with_padding(mini, cell, num_columns)
-
-
-def fold_of_ranks(mini: MiniBatch, rank: IntArray, num_columns: int) -> IntArray:
-    """The roomiest layout that keeps each row on its rank; padding is placed last."""
-    cell = np.full(mini.cost.size, -1, dtype=np.int64)
-    tokens = mini.tokens.astype(np.float64)
-    for r in range(mini.dp_size):
-        rows = np.flatnonzero(rank == r)
-        quota = np.sort(_quotas_even(np.array([rows.size]), num_columns).ravel())
-        cell[rows] = greedy.longest_first(tokens[rows], num_columns, max_rows=quota) * mini.dp_size + r
-    return _with_padding(mini, cell, num_columns)
-
-
-def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None, *, padded: bool = False) -> Layout:
+def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None) -> Layout:
     """Contiguous ranks, and micro-batches filled in order.
 
     Where ranks have unequal rows, a rank may be left with fewer micro-batches than another.
@@ -124,11 +139,9 @@ def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None, *, padded: 
         mini: the mini-batch.
         least_columns: at least so many micro-batches.
         cap: the most tokens of a micro-batch; a longer row stands alone.
-        padded: tokens of a micro-batch are its rows × its longest row.
-
     """
     ranks = mini.dp_size
-    fill = _next_fit_padded if padded else _next_fit
+    padded = mini.padded is not None
     ends = np.cumsum(mini.rows).tolist()
     cuts: list[list[int]] = []
     for start, end in itertools.pairwise([0, *ends]):
@@ -137,7 +150,7 @@ def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None, *, padded: 
         elif cap is None:
             cuts.append([start])
         else:
-            cuts.append(fill(mini.tokens, start, end, cap))
+            cuts.append(_next_fit(mini.tokens, start, end, cap, padded=padded))
     columns = max(least_columns, *map(len, cuts))
     cell = np.empty(mini.cost.size, dtype=np.int64)
     for r, end in enumerate(ends):
@@ -146,26 +159,15 @@ def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None, *, padded: 
     return Layout(mini, columns, cell)
 
 
-def _next_fit(tokens: IntArray, start: int, end: int, cap: int) -> list[int]:
-    """Starts of runs that hold at most ``cap`` tokens (a longer row stands alone)."""
-    running = [0, *itertools.accumulate(tokens[start:end].tolist())]
-    at = [0]
-    while True:
-        following = max(bisect.bisect_right(running, running[at[-1]] + cap) - 1, at[-1] + 1)
-        if following >= end - start:
-            return [start + place for place in at]
-        at.append(following)
-
-
-def _next_fit_padded(tokens: IntArray, start: int, end: int, cap: int) -> list[int]:
-    """Starts of runs whose rows, padded to the longest, hold at most ``cap`` tokens (a longer row stands alone)."""
-    at, longest = [start], 0
-    for row in range(start, end):
-        grown = max(longest, int(tokens[row]))
-        if row > at[-1] and (row - at[-1] + 1) * grown > cap:
+def _next_fit(tokens: IntArray, start: int, end: int, cap: int, *, padded: bool) -> list[int]:
+    """Starts of runs that hold at most ``cap`` tokens, those of their padding included (a longer row stands alone)."""
+    at, held = [start], 0  # their sum, or the longest
+    for row, length in enumerate(tokens[start:end].tolist(), start):
+        grown = max(held, length) if padded else held + length
+        if row > at[-1] and (grown * (row - at[-1] + 1) if padded else grown) > cap:
             at.append(row)
-            grown = int(tokens[row])
-        longest = grown
+            grown = length
+        held = grown
     return at
 
 

@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from equipoise._arrays import BoolArray, IntArray
+from equipoise._arrays import BoolArray, IntArray, counts
 from equipoise._checks import as_vector, of_kind
 from equipoise.errors import InvalidInput, must
 from equipoise.planning.step.composition import mini_batch_rows, rank_rows
-from equipoise.planning.step.grouped import group_numbers, search_grouped
-from equipoise.planning.step.layout import MiniBatch, dispatch_order
-from equipoise.planning.step.limits import check_counts, check_oversize
-from equipoise.planning.step.padded import search_padded
+from equipoise.planning.step.errors import no_columns
+from equipoise.planning.step.groups import group_numbers, kept_whole
+from equipoise.planning.step.layout import Layout, MiniBatch, dispatch_order
+from equipoise.planning.step.limits import check_counts, check_oversize, out_of_room
+from equipoise.planning.step.pieces import Pieces
 from equipoise.planning.step.result import StepPlan, measure
-from equipoise.planning.step.search import search, tight_bound
+from equipoise.planning.step.search import search
 from equipoise.planning.step.spec import StepSpec
 from equipoise.planning.step.starts import as_it_came
 from equipoise.planning.workload import CostModel, MicroBatchCost, TransformerCost, as_lengths, row_costs
@@ -66,7 +67,6 @@ def plan_step(
     >>> plan = plan_step([9, 1, 5, 5], spec)
     >>> [[rows.tolist() for rows in plan.micro_batches(rank)[0]] for rank in range(2)]
     [[[0, 1]], [[2, 3]]]
-
     """
     of_kind("spec", spec, StepSpec, "pass equipoise.StepSpec(dp_size=..., num_mini_batches=...)")
     tokens = as_lengths(lengths)
@@ -88,20 +88,20 @@ def plan_step(
             rows=quota[j],
             real_rows=real_quota[j],
             fixed_rows=spec.micro_batch_size_per_gpu,
+            padded=padded,
         )
         for j, rows in enumerate(members)
     ]
-    if padded is not None:
-        layouts = search_padded(minis, spec, padded)
-    elif group is not None:
-        layouts = search_grouped(minis, members, tokens, group, spec)
+    if group is None:
+        candidates = [[Pieces.of_rows(mini)] for mini in minis]
     else:
-        layouts = search(minis, spec)
+        candidates = kept_whole(minis, members, tokens, group, spec)
+    layouts = _all_found(search(candidates, spec), candidates, spec)
     order, sizes = dispatch_order(layouts, members, sort_columns=True)
-    came = [as_it_came(mini, spec.min_micro_batches, spec.cap, padded=padded is not None) for mini in minis]
+    came = [as_it_came(mini, spec.min_micro_batches, spec.cap) for mini in minis]
     came_order, came_sizes = dispatch_order(came, members, sort_columns=False)
     num_padding = int(padding.sum())
-    bound = sum(tight_bound(mini, spec) for mini in minis)
+    bound = sum(mini.bound(spec.cap) for mini in minis)
     figures = functools.partial(measure, costs, tokens, num_padding=num_padding, tight_bound=bound, padded=padded)
     real.flags.writeable = False
     return StepPlan(
@@ -112,6 +112,23 @@ def plan_step(
         stats=figures(order, sizes),
         incoming=figures(came_order, came_sizes),
     )
+
+
+def _all_found(layouts: list[Layout | None], candidates: list[list[Pieces]], spec: StepSpec) -> list[Layout]:
+    """The layouts.
+
+    Raises:
+        InfeasiblePlan: there is none for a mini-batch.
+    """
+    found = [layout for layout in layouts if layout is not None]
+    if len(found) < len(layouts):
+        j = layouts.index(None)
+        pieces = candidates[j][0]
+        if pieces.tied is None:
+            raise out_of_room([each[0].mini for each in candidates], spec)
+        size = counts(pieces.tied[~pieces.mini.padding], int(pieces.tied.max()) + 1)
+        raise no_columns(size[size > 0], j, spec)
+    return found
 
 
 def _groups(group_ids: Any, n: int, spec: StepSpec, *, padded: bool) -> IntArray | None:

@@ -26,7 +26,6 @@ def row_costs(cost: CostModel, lengths: IntArray) -> FloatArray:
 
     Raises:
         InvalidInput: the model returned another shape, or a value that is negative, NaN or infinite.
-
     """
     if not callable(cost):
         raise InvalidInput(must("cost", "be callable with lengths", cost, "pass TransformerCost() or another model"))
@@ -37,14 +36,8 @@ def row_costs(cost: CostModel, lengths: IntArray) -> FloatArray:
     wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))
     if wrong.size:
         row = int(wrong[0])
-        raise InvalidInput(
-            must(
-                f"{name}(lengths)[{row}]",
-                "be finite and at least 0",
-                float(values[row]),
-                f"check the model at length {int(lengths[row])}",
-            )
-        )
+        rule, remedy = "be finite and at least 0", f"check the model at length {int(lengths[row])}"
+        raise InvalidInput(must(f"{name}(lengths)[{row}]", rule, float(values[row]), remedy))
     return values
 
 

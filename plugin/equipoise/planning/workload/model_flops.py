@@ -15,32 +15,10 @@ from typing import Any, cast
 from equipoise.errors import InvalidInput, must, nearest
 
 GATED = frozenset(
-    [
-        "cohere",
-        "cohere2",
-        "deepseek_v2",
-        "deepseek_v3",
-        "gemma",
-        "gemma2",
-        "gemma3",
-        "gemma3_text",
-        "glm",
-        "glm4",
-        "granite",
-        "llama",
-        "ministral",
-        "mistral",
-        "mixtral",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "phi3",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "smollm3",
-    ]
+    {"llama", "granite", "ministral", "mistral", "mixtral", "phi3", "smollm3"}
+    | {"cohere", "cohere2", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4"}
+    | {"deepseek_v2", "deepseek_v3", "olmo", "olmo2", "olmo3"}
+    | {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
 )
 """Model types whose feed-forward blocks have three matrices (gate, up, down)."""
 
@@ -96,15 +74,10 @@ class _Shape:
         self.config = self.get("text_config", config)
         self.model_type = str(self.get("model_type", ""))
         if self.model_type not in GATED | PLAIN:
-            raise InvalidInput(
-                must(
-                    "model_type",
-                    f"be one of the known shapes {sorted(GATED | PLAIN)}",
-                    self.model_type,
-                    f"{nearest(self.model_type, GATED | PLAIN)}; or pass TransformerCost(linear, quadratic), with"
-                    " linear = 6 × hidden size × quadratic for a plain dense model",
-                )
-            )
+            rule = f"be one of the known shapes {sorted(GATED | PLAIN)}"
+            other = "or pass TransformerCost(linear, quadratic), with linear = 6 × hidden size × quadratic if dense"
+            remedy = f"{nearest(self.model_type, GATED | PLAIN)}; {other}"
+            raise InvalidInput(must("model_type", rule, self.model_type, remedy))
 
     def get(self, name: str, default: Any = None) -> Any:
         found: Any = getattr(self.config, name, None)
@@ -115,13 +88,9 @@ class _Shape:
     def number(self, name: str) -> int:
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            remedy = "pass the model's own transformers configuration"
             raise InvalidInput(
-                must(
-                    f"{self.model_type} config.{name}",
-                    "be a whole number of at least 1",
-                    value,
-                    "pass the model's own transformers configuration",
-                )
+                must(f"{self.model_type} config.{name}", "be a whole number of at least 1", value, remedy)
             )
         return value
 
@@ -184,11 +153,8 @@ def _window(shape: _Shape, layer: int) -> int | None:
         return window if kinds[layer] == "sliding_attention" else None
     if shape.model_type in {"mistral", "mixtral", "phi3", "starcoder2"}:
         return window
-    raise InvalidInput(
-        must(
-            f"{shape.model_type} config.layer_types",
-            "say which layers slide when sliding_window is set",
-            None,
-            "pass the configuration as transformers makes it",
-        )
+    rule, remedy = (
+        "say which layers slide when sliding_window is set",
+        "pass the configuration as transformers makes it",
     )
+    raise InvalidInput(must(f"{shape.model_type} config.layer_types", rule, None, remedy))

@@ -65,7 +65,6 @@ def micro_batch_cost(cost: MicroBatchCost, lengths: Any) -> float:
 
     Raises:
         InvalidInput: negative, NaN or infinite.
-
     """
     value = float(cost.micro_batch(lengths))
     if not 0 <= value < float("inf"):

@@ -9,120 +9,53 @@ search over swaps and moves finds that.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, iota
-from equipoise.errors import InfeasiblePlan, must
+from equipoise._arrays import BoolArray, FloatArray, IntArray, iota
 from equipoise.planning.partition.pack import round_up
-from equipoise.planning.step import starts
+from equipoise.planning.partition.refine import SMALL
 from equipoise.planning.step.layout import Layout, MiniBatch
 from equipoise.planning.step.limits import fewest_columns, most_columns
 from equipoise.planning.step.spec import StepSpec
 from equipoise.planning.workload.padded import MicroBatchCost, micro_batch_cost
 
 _MAX_POSITIONS = 1024  # rows of a rank up to which all cuts are looked at; beyond, tiers are filled from the top
-_SMALL_ROWS = 64
 _MAX_CALLS = 12_000  # of the cost model by the search of all mini-batches together
 
 
-@dataclass(frozen=True)
-class PaddedLayout(Layout):
-    """A layout whose micro-batches are padded to their longest row."""
+def searched(mini: MiniBatch, spec: StepSpec, num_minis: int) -> Layout | None:
+    """The best tiers, after a descent where the mini-batch is small; None where no tiers are within the cap.
 
-    model: MicroBatchCost
-
-    @cached_property
-    def _loads(self) -> FloatArray:
-        order = np.argsort(self.cell, kind="stable")
-        cells = np.split(self.mini.tokens[order], np.cumsum(counts(self.cell, self.num_cells))[:-1])
-        loads = [micro_batch_cost(self.model, tokens) if tokens.size else 0.0 for tokens in cells]
-        return np.array(loads).reshape(self.num_columns, self.mini.dp_size)
-
-    def loads(self) -> FloatArray:
-        """Cost of each cell, padding of its rows included, shape (num_columns, dp_size)."""
-        return self._loads
-
-    def crowded_tokens(self) -> int:
-        """Padded tokens of the fullest cell that holds more than one row; 0 if none does."""
-        longest = np.zeros(self.num_cells, dtype=np.int64)
-        np.maximum.at(longest, self.cell, self.mini.tokens)
-        rows = counts(self.cell, self.num_cells)
-        return int(np.where(rows > 1, rows * longest, 0).max())
-
-
-def search_padded(minis: list[MiniBatch], spec: StepSpec, model: MicroBatchCost) -> list[Layout]:
-    """The best layout found for each mini-batch, by what it costs padded.
-
-    Without an overhead it is one in the fewest micro-batches (with it, in the number that pays): the more there are,
+    Without an overhead they are in the fewest micro-batches (with it, in the number that pays): the more there are,
     the less padding, down to one row in each.
-
-    Raises:
-        InfeasiblePlan: the rows of one do not fit under the cap in as many micro-batches as there may be.
-
     """
-    return [_best(mini, spec, model, _MAX_CALLS // len(minis)) for mini in minis]
-
-
-def _best(mini: MiniBatch, spec: StepSpec, model: MicroBatchCost, max_calls: int) -> Layout:
-    found: list[PaddedLayout] = []
-    rules = ("kk", "lpt") if spec.algorithm == "refined" else (spec.algorithm,)
-    tiers = _by_tiers(mini, spec, model)
-    if spec.algorithm == "refined" and tiers is not None:
-        found += [tiers, _descend(tiers, spec, max_calls)]
-    for rule in rules:
-        by_rule = _by_rule(mini, spec, model, rule)
-        found += [] if by_rule is None else [by_rule]
-    if not found and tiers is not None:
-        found.append(tiers)
-    came = starts.as_it_came(mini, spec.min_micro_batches, spec.cap, padded=True)
-    if came.num_columns % spec.micro_batch_multiple == 0:
-        layout = PaddedLayout(mini, came.num_columns, came.cell, model)
-        found += [layout] if layout.legal(spec.cap) else []
-    if not found:
-        raise InfeasiblePlan(
-            must(
-                "max_token_len_per_gpu",
-                f"hold a rank's {int(mini.rows.max())} rows of a mini-batch, padded to the longest of a micro-batch, "
-                f"in a multiple of micro_batch_multiple = {spec.micro_batch_multiple} micro-batches",
-                spec.max_token_len_per_gpu,
-                "raise it or lower micro_batch_multiple"
-                + ("" if spec.equal_count else " or pad so that ranks have equal rows"),
-            )
-        )
-    return min(found, key=lambda layout: (layout.value(spec), layout.lockstep()))
-
-
-def _by_rule(mini: MiniBatch, spec: StepSpec, model: MicroBatchCost, rule: str) -> PaddedLayout | None:
-    """What a plain rule returns, in few micro-batches in which it fits (their number grows by an eighth at a time)."""
-    rank = starts.rank_by_rule(mini, rule)
-    columns, most = fewest_columns(mini, spec), most_columns(mini, spec)
-    while columns <= most:
-        cell = starts.by_ranks(mini, rank, columns, rule, spec.cap)
-        if cell is not None:
-            layout = PaddedLayout(mini, columns, cell, model)
-            if layout.legal(spec.cap):
-                return layout
-        grown = round_up(columns + max(1, columns // 8), spec.micro_batch_multiple)
-        columns = grown if columns == most else min(grown, most)
-    return None
+    layout = by_tiers(mini, spec)
+    if layout is None or mini.padded is None or mini.cost.size > SMALL or mini.dp_size == 1:
+        return layout
+    search = _Descent(layout, mini.padded, spec, _MAX_CALLS // num_minis)
+    while search.calls < search.max_calls and search.sweep():
+        pass
+    better = Layout(mini, layout.num_columns, search.cell)
+    return min((layout, better), key=lambda each: (each.value(spec), each.lockstep()))
 
 
 # -- tiers ------------------------------------------------------------------------------------------------------------
 
 
-def _by_tiers(mini: MiniBatch, spec: StepSpec, model: MicroBatchCost) -> PaddedLayout | None:
-    """The best tiers: in the fewest columns, or in more of them while each saves more than the overhead."""
+def by_tiers(mini: MiniBatch, spec: StepSpec) -> Layout | None:
+    """The best tiers: in the fewest columns, or in more of them while each saves more than the overhead.
+
+    None where none is within the cap.
+    """
     if mini.fixed_rows is not None:
-        return _tiers(mini, list(range(0, int(mini.rows[0]), mini.fixed_rows)), model)
+        return _tiers(mini, list(range(0, int(mini.rows[0]), mini.fixed_rows)))
     if mini.rows.min() > _MAX_POSITIONS:
-        layout = _tiers(mini, _full_cuts(mini, spec, fewest_columns(mini, spec)), model)
+        layout = _tiers(mini, _full_cuts(mini, spec, fewest_columns(mini, spec)))
         return layout if layout.legal(spec.cap) and layout.num_columns % spec.micro_batch_multiple == 0 else None
-    best: PaddedLayout | None = None
+    best: Layout | None = None
     for cuts in _best_cuts(mini, spec, fewest_columns(mini, spec)):
-        layout = _tiers(mini, cuts, model)
+        layout = _tiers(mini, cuts)
         if not layout.legal(spec.cap):
             continue
         if best is not None and layout.value(spec) >= best.value(spec):
@@ -196,7 +129,7 @@ def _tops(mini: MiniBatch, places: IntArray) -> tuple[FloatArray, IntArray]:
     return cost, np.maximum(np.append(mini.tokens[falling], 0)[first], least_tokens)
 
 
-def _tiers(mini: MiniBatch, cuts: list[int], model: MicroBatchCost) -> PaddedLayout:
+def _tiers(mini: MiniBatch, cuts: list[int]) -> Layout:
     """Tiers that begin at these positions; in each one the rank with the least so far gets the longest rows."""
     ranks, falling = mini.dp_size, _falling(mini)
     cell = np.empty(mini.cost.size, dtype=np.int64)
@@ -215,29 +148,17 @@ def _tiers(mini: MiniBatch, cuts: list[int], model: MicroBatchCost) -> PaddedLay
     for rank, mine in enumerate(pads):
         place = int(mini.real_rows[rank]) + iota(mine.size)
         cell[mine] = (np.searchsorted(np.array(cuts), place, side="right") - 1) * ranks + rank
-    return PaddedLayout(mini, len(cuts), cell, model)
+    return Layout(mini, len(cuts), cell)
 
 
-# -- search -----------------------------------------------------------------------------------------------------------
-
-
-def _descend(layout: PaddedLayout, spec: StepSpec, max_calls: int) -> PaddedLayout:
-    """The layout after swaps of two rows, and moves of one within its rank, that lower the cost; small ones only."""
-    mini = layout.mini
-    if mini.cost.size > _SMALL_ROWS or mini.dp_size == 1:
-        return layout
-    search = _Descent(layout, spec, max_calls)
-    while search.calls < max_calls and search.sweep():
-        pass
-    better = PaddedLayout(mini, layout.num_columns, search.cell, layout.model)
-    return better if better.legal(spec.cap) else layout
+# -- descent ----------------------------------------------------------------------------------------------------------
 
 
 class _Descent:
     """First improvements over all pairs of rows, then over all moves, with the rows of each cell kept."""
 
-    def __init__(self, layout: PaddedLayout, spec: StepSpec, max_calls: int) -> None:
-        self.mini, self.model, self.spec, self.max_calls = layout.mini, layout.model, spec, max_calls
+    def __init__(self, layout: Layout, model: MicroBatchCost, spec: StepSpec, max_calls: int) -> None:
+        self.mini, self.model, self.spec, self.max_calls = layout.mini, model, spec, max_calls
         self.cell: IntArray = np.array(layout.cell)
         self.rows: list[list[int]] = [np.flatnonzero(self.cell == c).tolist() for c in range(layout.num_cells)]
         self.load: FloatArray = np.array(layout.loads())
@@ -265,7 +186,7 @@ class _Descent:
         return changed
 
     def _try(self, i: int, j: int, leave: list[int], come: list[int]) -> bool:
-        """Exchange these rows between cells i and j if that costs less."""
+        """Swap these rows between cells i and j if that costs less."""
         after_i = [row for row in self.rows[i] if row not in leave] + come
         after_j = [row for row in self.rows[j] if row not in come] + leave
         if not (self._fits(after_i) and self._fits(after_j)):

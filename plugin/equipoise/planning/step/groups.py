@@ -1,0 +1,217 @@
+"""Groups that are kept whole, on one rank or in one micro-batch: how they may be shared out.
+
+Whole groups are shared out among ranks first, by cost and with exactly the rows that each rank takes. Then the search
+fills the micro-batches: rows change micro-batch on their rank only, or groups take the place of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, iota, sums
+from equipoise.errors import InvalidInput, must
+from equipoise.planning.partition import karmarkar_karp
+from equipoise.planning.partition.shares import level_shares, share_out
+from equipoise.planning.step.composition import mini_batch_rows
+from equipoise.planning.step.errors import check_group_tokens, no_shares
+from equipoise.planning.step.layout import MiniBatch
+from equipoise.planning.step.pieces import Pieces
+from equipoise.planning.step.spec import StepSpec
+
+_MORE_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of padding, tried for the text of an error
+
+
+def group_numbers(group_ids: Any, n: int) -> IntArray:
+    """Groups numbered in the order in which they arrive, shape (n,); ids may be anything hashable.
+
+    Raises:
+        InvalidInput: not one id for each row, or an id that cannot be hashed.
+
+    >>> group_numbers(["b", "a", "b"], 3).tolist()
+    [0, 1, 0]
+    """
+    remedy = "pass one id per row, such as the uid of its prompt"
+    try:
+        ids: list[Any] = group_ids.tolist() if hasattr(group_ids, "tolist") else list(group_ids)
+        number: dict[Any, int] = {}
+        group = np.array([number.setdefault(name, len(number)) for name in ids], dtype=np.int64)
+    except TypeError as error:
+        rule = "be one hashable id for each row"
+        raise InvalidInput(must("group_ids", rule, type(group_ids).__name__, f"{remedy} ({error})")) from error
+    if group.shape != (n,):
+        raise InvalidInput(must("group_ids", f"have shape {(n,)}", group.shape, remedy))
+    return group
+
+
+def kept_whole(
+    minis: list[MiniBatch], members: list[IntArray], tokens: IntArray, group: IntArray, spec: StepSpec
+) -> list[list[Pieces]]:
+    """For each mini-batch its pieces, once for each way in which its groups were shared out; the evenest first.
+
+    Args:
+        minis: the mini-batches.
+        members: row ids of each.
+        tokens: of all rows, shape (n,).
+        group: number of each row's group, shape (n,).
+        spec: the settings; ``keep_groups`` is not "none".
+
+    Raises:
+        InfeasiblePlan: groups do not add up to the rows of each rank, or one is above the cap.
+    """
+    grouped = [_Grouped.of(mini, group[rows]) for mini, rows in zip(minis, members, strict=True)]
+    for j, one in enumerate(grouped):
+        if spec.keep_groups == "micro":
+            check_group_tokens(one.tokens[one.real], one.size[one.real], j, spec)
+    shares = [_shares(one, spec) for one in grouped]
+    for j, (one, found) in enumerate(zip(grouped, shares, strict=True)):
+        if not found:
+            on_ranks = dataclasses.replace(spec, keep_groups="rank")
+            loose = spec.keep_groups == "micro" and all(_shares(each, on_ranks) for each in grouped)
+            padding = np.zeros(tokens.size, dtype=np.bool_)
+            for mini, rows in zip(minis, members, strict=True):
+                padding[rows] = mini.padding
+            padded = _padded_rows(tokens, padding, group, spec)
+            room, value = one.room(spec), "rank" if loose else "none"
+            raise no_shares(one.size[one.real], room, j, spec, padded=padded, loose=value)
+    return [[_pieces(one, part, spec) for part in found] for one, found in zip(grouped, shares, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Grouped:
+    """The groups of one mini-batch, a padding row being one of its own.
+
+    Attributes:
+        mini: the rows.
+        of_row: group of each row, shape (n,).
+        size: rows of each group, shape (G,).
+        cost: of each group, shape (G,).
+        tokens: of each group, shape (G,).
+        padding: shape (G,).
+    """
+
+    mini: MiniBatch
+    of_row: IntArray
+    size: IntArray
+    cost: FloatArray
+    tokens: IntArray
+    padding: BoolArray
+
+    @classmethod
+    def of(cls, mini: MiniBatch, group: IntArray) -> _Grouped:
+        """Groups of a mini-batch, given the number of each row's, shape (n,)."""
+        own = np.where(mini.padding, int(group.max()) + 1 + np.cumsum(mini.padding), group)
+        names, found = np.unique(own, return_inverse=True)
+        of_row: IntArray = found.astype(np.int64)
+        return cls(
+            mini=mini,
+            of_row=of_row,
+            size=counts(of_row, names.size),
+            cost=sums(of_row, mini.cost, names.size),
+            tokens=int_sums(of_row, mini.tokens, names.size),
+            padding=counts(of_row[mini.padding], names.size) > 0,
+        )
+
+    @property
+    def real(self) -> IntArray:
+        """Groups that are no padding."""
+        return np.flatnonzero(~self.padding)
+
+    def room(self, spec: StepSpec) -> IntArray:
+        """Rows of each bin that takes whole groups: ranks, or micro-batches where those have fixed rows."""
+        fixed = self.mini.fixed_rows
+        if spec.keep_groups == "micro" and fixed is not None:
+            return np.full(self.mini.cost.size // fixed, fixed)
+        return self.mini.rows
+
+
+def _padded_rows(tokens: IntArray, padding: BoolArray, group: IntArray, spec: StepSpec) -> int | None:
+    """Rows of the batch, with padding at its end, for which whole groups find their ranks; None if none was found."""
+    unit = spec.dp_size * spec.num_mini_batches * (spec.micro_batch_size_per_gpu or 1) * spec.micro_batch_multiple
+    for blocks in _MORE_BLOCKS:
+        n = (tokens.size // unit + blocks) * unit
+        more = n - tokens.size
+        flags = np.append(padding, np.ones(more, dtype=np.bool_))
+        groups = np.append(group, np.zeros(more, dtype=np.int64))
+        members = mini_batch_rows(np.append(tokens, np.zeros(more, dtype=np.int64)), flags, spec)
+        for rows in members:
+            mini = MiniBatch(
+                cost=np.zeros(rows.size),
+                tokens=np.zeros(rows.size, dtype=np.int64),
+                padding=flags[rows],
+                rows=np.full(spec.dp_size, rows.size // spec.dp_size),
+                real_rows=np.zeros(spec.dp_size, dtype=np.int64),
+                fixed_rows=spec.micro_batch_size_per_gpu,
+            )
+            one = _Grouped.of(mini, groups[rows])
+            size = one.size[one.real]
+            if share_out(size, size.astype(np.float64), one.room(spec)) is None:
+                break
+        else:
+            return n
+    return None
+
+
+def _shares(grouped: _Grouped, spec: StepSpec) -> list[IntArray]:
+    """Bins of the groups that are no padding: by a plain rule, or by several and levelled; those that were found."""
+    size, cost, room = grouped.size[grouped.real], grouped.cost[grouped.real], grouped.room(spec)
+    if not size.size:
+        return [np.empty(0, dtype=np.int64)]
+    found: list[IntArray | None] = []
+    even = size.size % room.size == 0 and (size == size[0]).all()
+    if spec.algorithm != "lpt" and even and size.size // room.size * size[0] <= room.min():
+        found.append(karmarkar_karp.equal_size(cost, room.size))
+    if spec.algorithm == "refined" or not found:
+        found.append(share_out(size, cost, room))
+    shares = [part for part in found if part is not None]
+    if spec.algorithm == "refined":
+        shares += [level_shares(part, size, cost, room) for part in shares]
+    shares.sort(key=lambda part: float(sums(part, cost, room.size).max()))
+    unlike: dict[bytes, IntArray] = {part.tobytes(): part for part in reversed(shares)}
+    return list(reversed(unlike.values()))
+
+
+def _pieces(grouped: _Grouped, part: IntArray, spec: StepSpec) -> Pieces:
+    """What is laid out once groups have their bins: rows with a home, groups with a home, or groups in cells."""
+    mini, size, ranks = grouped.mini, grouped.size, grouped.mini.dp_size
+    if spec.keep_groups == "micro" and mini.fixed_rows is not None:
+        return _in_cells(grouped, part, spec)
+    home = np.full(size.size, -1, dtype=np.int64)
+    home[grouped.real] = part
+    real_rows = int_sums(part, size[grouped.real], ranks)
+    if spec.keep_groups == "rank":
+        board, home = dataclasses.replace(mini, real_rows=real_rows), home[grouped.of_row]
+        kind = np.where(mini.padding, ranks, home)  # so that rows stay at home
+    else:
+        real = counts(part, ranks)
+        board = _as_board(grouped, rows=real + mini.rows - real_rows, real_rows=real)
+        kind = np.where(grouped.padding, 0, size)
+    return Pieces(mini=mini, board=board, kind=kind, tied=grouped.of_row, home=home)
+
+
+def _in_cells(grouped: _Grouped, part: IntArray, spec: StepSpec) -> Pieces:
+    """Groups in micro-batches of fixed rows: the dearest ones meet in the first column, and so on."""
+    mini, room = grouped.mini, grouped.room(spec)
+    bins = np.full(grouped.size.size, -1, dtype=np.int64)
+    bins[grouped.real] = part
+    empty = room - int_sums(part, grouped.size[grouped.real], room.size)
+    bins[np.flatnonzero(grouped.padding)] = np.repeat(iota(room.size), empty)
+    place = np.empty(room.size, dtype=np.int64)
+    place[np.argsort(-sums(bins, grouped.cost, room.size), kind="stable")] = iota(room.size)
+    board = _as_board(grouped, rows=mini.rows, real_rows=mini.real_rows)
+    kind = np.where(grouped.padding, 0, grouped.size)
+    return Pieces(mini=mini, board=board, kind=kind, tied=grouped.of_row, cell=place[bins])
+
+
+def _as_board(grouped: _Grouped, *, rows: IntArray, real_rows: IntArray) -> MiniBatch:
+    """The groups as rows of a mini-batch."""
+    return dataclasses.replace(
+        grouped.mini,
+        cost=grouped.cost,
+        tokens=grouped.tokens,
+        padding=grouped.padding,
+        rows=rows,
+        real_rows=real_rows,
+    )
