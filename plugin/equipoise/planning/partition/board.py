@@ -73,7 +73,7 @@ class Boards:
 
     def place(self, cell: IntArray) -> None:
         """Put every row into its cell, shape (J, n)."""
-        self.cell: IntArray = cell.copy()
+        self.cell: IntArray = np.array(cell, dtype=np.int64)
         boards, n, cells = self.num_boards, self.num_rows, self.num_cells
         flat: IntArray = (self.cell + iota(boards)[:, None] * cells).ravel()
         bins = boards * cells

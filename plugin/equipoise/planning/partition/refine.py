@@ -216,7 +216,7 @@ def kick(boards: Boards, rules: Rules, *, goals: FloatArray, num_kicks: int) -> 
     """
     if boards.num_rows > SMALL or boards.num_ranks == 1:
         return
-    best: IntArray = boards.cell.copy()
+    best: IntArray = np.array(boards.cell, dtype=np.int64)
     for j in range(boards.num_boards):
         board = boards.select(np.array([j]))
         draw = np.random.RandomState(0)  # its stream is frozen, so that every machine kicks alike
