@@ -79,10 +79,10 @@ def test_a_micro_batch_more_is_run_only_where_it_saves_more_than_its_overhead() 
 
 @pytest.mark.parametrize("overhead", [-1.0, float("nan"), float("inf"), True])
 def test_an_impossible_overhead_is_refused(overhead: float) -> None:
-    with pytest.raises(eq.InvalidInput, match="micro_batch_overhead must be a number of at least 0"):
+    with pytest.raises(eq.InvalidInput, match="micro_batch_overhead"):
         eq.StepSpec(dp_size=2, micro_batch_overhead=overhead)
 
 
 def test_an_unknown_objective_names_the_nearest() -> None:
-    with pytest.raises(eq.InvalidInput, match="did you mean 'lockstep'"):
+    with pytest.raises(eq.InvalidInput, match="lock-step.*'lockstep'"):
         eq.StepSpec(dp_size=2, objective="lock-step")  # pyright: ignore[reportArgumentType]

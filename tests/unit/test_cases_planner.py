@@ -49,12 +49,12 @@ def rows_by_rank(plan: StepPlan) -> list[int]:
 # -- batch size and divisibility --------------------------------------------------------------------------------------
 
 
-def test_a1_rows_are_dealt_to_data_parallel_ranks_not_to_the_world() -> None:
+def test_rows_are_dealt_to_data_parallel_ranks_not_to_the_world() -> None:
     plan = planned(draw(16), StepSpec(dp_size=8))  # 32 processes, of which tensor × pipeline = 4 share their rows
     assert rows_by_rank(plan) == [2] * 8
 
 
-def test_a2_uneven_counts_differ_by_at_most_one() -> None:
+def test_uneven_counts_differ_by_at_most_one() -> None:
     plan = planned(draw(206), StepSpec(dp_size=4, equal_count=False))
     assert sorted(rows_by_rank(plan)) == [51, 51, 52, 52]
     tokens = [int(draw(206)[plan.rank_rows(rank)].sum()) for rank in range(4)]
@@ -62,22 +62,22 @@ def test_a2_uneven_counts_differ_by_at_most_one() -> None:
 
 
 @pytest.mark.parametrize("equal_count", [True, False])
-def test_a2_fewer_rows_than_ranks_is_an_early_error(equal_count: bool) -> None:
-    with pytest.raises(InfeasiblePlan, match=r"dp_size × num_mini_batches = 4 × 1 = 4, got 3; pad to 4 rows"):
+def test_fewer_rows_than_ranks_is_an_early_error(equal_count: bool) -> None:
+    with pytest.raises(InfeasiblePlan, match=r"dp_size × num_mini_batches = 4 × 1 = 4.*3.*4 rows"):
         plan_step([5, 6, 7], StepSpec(dp_size=4, equal_count=equal_count))
 
 
 @pytest.mark.parametrize("n", [4, 5, 9])
-def test_a3_every_row_survives_and_no_rank_is_empty(n: int) -> None:
+def test_every_row_survives_and_no_rank_is_empty(n: int) -> None:
     plan = planned(draw(n), StepSpec(dp_size=4, equal_count=False))
     assert min(rows_by_rank(plan)) >= 1
     assert sorted(plan.order.tolist()) == list(range(n))
 
 
-def test_a4_padding_up_to_ranks_and_steps_keeps_the_number_of_steps() -> None:
+def test_padding_up_to_ranks_and_steps_keeps_the_number_of_steps() -> None:
     spec = StepSpec(dp_size=8, num_mini_batches=4, max_token_len_per_gpu=16384)  # 16 of 64 prompts to a step
     lengths = draw(1032)
-    with pytest.raises(InfeasiblePlan, match=r"8 × 4 = 32, got 1032; pad to 1056 rows"):
+    with pytest.raises(InfeasiblePlan, match=r"8 × 4 = 32.*1032.*1056 rows"):
         plan_step(lengths, spec)
     assert padded_batch_size(1032, dp_size=8, num_steps=4, rule="steps") == 1056
     padded = np.append(lengths, np.full(24, 2))
@@ -86,11 +86,11 @@ def test_a4_padding_up_to_ranks_and_steps_keeps_the_number_of_steps() -> None:
     assert plan.stats.num_padding == 24
 
 
-def test_a5_required_multiple_is_the_lcm_of_the_roles() -> None:
+def test_required_multiple_is_the_lcm_of_the_roles() -> None:
     assert required_batch_multiple(8, [64 * 4, 48 * 4]) == 768
 
 
-def test_a6_lcm_rule_and_fixed_steps() -> None:
+def test_lcm_rule_and_fixed_steps() -> None:
     padded = padded_batch_size(298, dp_size=2, mini_batch_sizes=[128])
     assert (padded, padded - 298, padded // 128) == (384, 86, 3)
     assert padded_batch_size(298, dp_size=2, num_steps=2, rule="steps") == 300
@@ -101,33 +101,33 @@ def test_a6_lcm_rule_and_fixed_steps() -> None:
         assert plan.num_mini_batches == steps
 
 
-def test_a7_ten_rows_over_three_ranks() -> None:
+def test_ten_rows_over_three_ranks() -> None:
     assert rows_by_rank(planned(draw(10), StepSpec(dp_size=3, equal_count=False))) == [4, 3, 3]
 
 
-def test_a8_fixed_micro_batch_that_does_not_divide_names_a_legal_batch() -> None:
+def test_fixed_micro_batch_that_does_not_divide_names_a_legal_batch() -> None:
     spec = StepSpec(dp_size=8, micro_batch_size_per_gpu=3)
-    with pytest.raises(InfeasiblePlan, match=r"8 × 1 × 3 × 1 = 24, got 8; pad to 24 rows or use .* of 1$"):
+    with pytest.raises(InfeasiblePlan, match=r"8 × 1 × 3 × 1 = 24.*8.*24 rows.*micro_batch_size_per_gpu of 1$"):
         plan_step(draw(8), spec)
     planned(draw(24), spec)
     planned(draw(8), dataclasses.replace(spec, micro_batch_size_per_gpu=1))
 
 
-def test_a10_the_number_of_micro_batches_is_rounded_up_to_the_multiple() -> None:
+def test_the_number_of_micro_batches_is_rounded_up_to_the_multiple() -> None:
     spec = StepSpec(dp_size=1, max_token_len_per_gpu=100, micro_batch_multiple=4)
     plan = planned([30] * 15, spec)  # three to a micro-batch: five are needed
     assert plan.num_micro_batches == (8,)
 
 
-def test_a10_too_few_rows_for_the_multiple_is_a_clear_error() -> None:
+def test_too_few_rows_for_the_multiple_is_a_clear_error() -> None:
     spec = StepSpec(dp_size=1, max_token_len_per_gpu=100, micro_batch_multiple=4)
-    with pytest.raises(InfeasiblePlan, match=r"max_token_len_per_gpu.*micro_batch_multiple = 4.*raise it to 120"):
+    with pytest.raises(InfeasiblePlan, match=r"max_token_len_per_gpu.*micro_batch_multiple = 4.*120"):
         plan_step([60] * 5, spec)  # five micro-batches are needed, and eight would leave three empty
     planned([60] * 5, dataclasses.replace(spec, max_token_len_per_gpu=120))
 
 
-def test_a11_31_rows_over_8_ranks_need_one_more() -> None:
-    with pytest.raises(InfeasiblePlan, match=r"got 31; pad to 32 rows"):
+def test_31_rows_over_8_ranks_need_one_more() -> None:
+    with pytest.raises(InfeasiblePlan, match=r"the number of rows.*31.*32 rows"):
         plan_step(draw(31), StepSpec(dp_size=8))
     assert padded_batch_size(31, dp_size=8) == 32
     assert padded_batch_size(31, dp_size=8, num_steps=1, rule="steps") == 32
@@ -136,10 +136,10 @@ def test_a11_31_rows_over_8_ranks_need_one_more() -> None:
     assert plan.stats.num_padding == 1
 
 
-def test_a11_an_empty_batch_is_a_clear_error() -> None:
-    with pytest.raises(InvalidInput, match=r"lengths must hold at least one row, got \[\]; skip the step"):
+def test_an_empty_batch_is_a_clear_error() -> None:
+    with pytest.raises(InvalidInput, match=r"lengths.*\[\]"):
         plan_step([], StepSpec(dp_size=8))
-    with pytest.raises(InvalidInput, match=r"num_rows must be a whole number of at least 1, got 0; skip the step"):
+    with pytest.raises(InvalidInput, match=r"num_rows.*0"):
         padded_batch_size(0, dp_size=8)
 
 
@@ -155,12 +155,12 @@ def test_fixed_steps_pad_to_the_fewest_rows_that_divide(rows: int, dp: int, step
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"rule": "step"}, r"rule must be one of \['lcm', 'steps'\], got 'step'; did you mean 'steps'\?"),
-        ({"num_steps": 2}, r'num_steps must be None with rule="lcm", got 2; leave it out or use rule="steps"'),
-        ({"rule": "steps"}, r"num_steps must be a whole number of at least 1, got None; pass the optimizer steps"),
+        ({"rule": "step"}, r"rule.*'step'"),
+        ({"num_steps": 2}, r"num_steps.*2"),
+        ({"rule": "steps"}, r"num_steps.*None"),
         ({"rule": "steps", "num_steps": 2, "mini_batch_sizes": [8]}, r'mini_batch_sizes must be empty with rule="st'),
-        ({"rule": "steps", "num_steps": 9}, r"num_steps must be at most num_rows = 8, .*, got 9; use 8 or fewer"),
-        ({"mini_batch_sizes": [6]}, r"mini_batch_sizes must be multiples of dp_size = 4, .*, got 6; use 4 or 8 rows"),
+        ({"rule": "steps", "num_steps": 9}, r"num_steps.*9"),
+        ({"mini_batch_sizes": [6]}, r"mini_batch_sizes.*6"),
     ],
 )
 def test_padding_rules_refuse_what_they_would_ignore(arguments: Any, text: str) -> None:
@@ -173,26 +173,26 @@ def test_padding_rules_refuse_what_they_would_ignore(arguments: Any, text: str) 
 
 @pytest.mark.parametrize(("cap", "lengths"), [(8, [7] * 8), (32768, [30720] * 16)])
 @pytest.mark.parametrize("algorithm", ["refined", "kk", "lpt"])
-def test_b1_rows_that_fill_the_cap_stand_alone(cap: int, lengths: list[int], algorithm: Any) -> None:
+def test_rows_that_fill_the_cap_stand_alone(cap: int, lengths: list[int], algorithm: Any) -> None:
     plan = planned(lengths, StepSpec(dp_size=1, max_token_len_per_gpu=cap, algorithm=algorithm))
     assert plan.num_micro_batches == (len(lengths),)
     assert plan.stats.max_tokens <= cap
 
 
-def test_b2_real_tokens_count_not_the_padded_width() -> None:
+def test_real_tokens_count_not_the_padded_width() -> None:
     lengths = np.random.default_rng(0).integers(1, 501, 64)  # of a batch that is 40960 wide
     planned(lengths, StepSpec(dp_size=4, max_token_len_per_gpu=16384))
 
 
-def test_b3_a_row_above_the_cap_is_an_error_that_names_row_length_and_cap() -> None:
-    with pytest.raises(InfeasiblePlan, match=r"lengths\[2\] must be .* 4096 × 1 = 4096, got 4097; .* to 4097"):
+def test_a_row_above_the_cap_is_an_error_that_names_row_length_and_cap() -> None:
+    with pytest.raises(InfeasiblePlan, match=r"lengths\[2\].*4097"):
         plan_step([1, 2, 4097, 4], StepSpec(dp_size=2, max_token_len_per_gpu=4096))
     planned([1, 2, 4097, 4], StepSpec(dp_size=2, max_token_len_per_gpu=4097))
 
 
-def test_b3_a_row_above_the_cap_may_stand_alone_with_a_warning() -> None:
+def test_a_row_above_the_cap_may_stand_alone_with_a_warning() -> None:
     spec = StepSpec(dp_size=2, max_token_len_per_gpu=4096, oversize="alone")
-    with pytest.warns(EquipoiseWarning, match=r"lengths\[2\].*got 4097.*micro-batch of its own"):
+    with pytest.warns(EquipoiseWarning, match=r"lengths\[2\].*4097"):
         plan = plan_step([1, 2, 4097, 4], spec)
     check_plan(plan, [1, 2, 4097, 4], spec)
     assert [2] in [rows.tolist() for rank in range(2) for rows in plan.micro_batches(rank)[0]]
@@ -200,14 +200,14 @@ def test_b3_a_row_above_the_cap_may_stand_alone_with_a_warning() -> None:
 
 @pytest.mark.parametrize("algorithm", ["refined", "kk", "lpt"])
 @pytest.mark.parametrize("cost", [None, TokenCost()])
-def test_b4_no_micro_batch_is_above_the_cap_whatever_the_objective(algorithm: Any, cost: Any) -> None:
+def test_no_micro_batch_is_above_the_cap_whatever_the_objective(algorithm: Any, cost: Any) -> None:
     for seed in range(20):
         lengths = np.random.default_rng(seed).integers(1, 9001, 24)
         plan = plan_step(lengths, StepSpec(dp_size=8, max_token_len_per_gpu=9216, algorithm=algorithm), cost=cost)
         assert plan.stats.max_tokens <= 9216
 
 
-def test_b5_cap_and_balance_hold_together() -> None:
+def test_cap_and_balance_hold_together() -> None:
     spec = StepSpec(dp_size=8, num_mini_batches=2, max_token_len_per_gpu=16384)
     plan = planned(draw(512), spec)
     assert plan.stats.max_tokens <= 16384
@@ -217,23 +217,23 @@ def test_b5_cap_and_balance_hold_together() -> None:
 # -- the same count on all ranks --------------------------------------------------------------------------------------
 
 
-def test_c3_the_fewest_micro_batches_asked_for_are_made() -> None:
+def test_the_fewest_micro_batches_asked_for_are_made() -> None:
     plan = planned([1000] * 4, StepSpec(dp_size=1, max_token_len_per_gpu=4096, min_micro_batches=3))
     assert plan.num_micro_batches == (3,)
 
 
-def test_c5_fixed_micro_batches_that_do_not_divide_are_refused() -> None:
+def test_fixed_micro_batches_that_do_not_divide_are_refused() -> None:
     spec = StepSpec(dp_size=2, micro_batch_size_per_gpu=2)
-    with pytest.raises(InfeasiblePlan, match=r"2 × 1 × 2 × 1 = 4, got 5; pad to 8 rows or drop to 4"):
+    with pytest.raises(InfeasiblePlan, match=r"2 × 1 × 2 × 1 = 4.*5.*8 rows.*4"):
         plan_step(draw(5), spec)
     planned(draw(8), spec)
     planned(draw(4), spec)
 
 
-def test_c6_the_number_of_steps_is_the_same_on_every_rank() -> None:
+def test_the_number_of_steps_is_the_same_on_every_rank() -> None:
     plan = planned([30, 20, 10], StepSpec(dp_size=2, equal_count=False))
     assert [len(plan.micro_batches(rank)) for rank in range(2)] == [1, 1]
-    with pytest.raises(InfeasiblePlan, match=r"2 × 2 = 4, got 3; pad to 4 rows"):
+    with pytest.raises(InfeasiblePlan, match=r"2 × 2 = 4.*3.*4 rows"):
         plan_step([30, 20, 10], StepSpec(dp_size=2, num_mini_batches=2, equal_count=False))
 
 
@@ -241,7 +241,7 @@ def test_c6_the_number_of_steps_is_the_same_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("composition", ["keep", "stratified", "sorted"])
-def test_d4_padding_is_spread_over_steps_and_ranks(composition: Any) -> None:
+def test_padding_is_spread_over_steps_and_ranks(composition: Any) -> None:
     lengths = np.append(draw(298), np.full(86, 2))
     is_padding = np.arange(384) >= 298
     spec = StepSpec(dp_size=2, num_mini_batches=3, max_token_len_per_gpu=16384, composition=composition)
@@ -252,13 +252,13 @@ def test_d4_padding_is_spread_over_steps_and_ranks(composition: Any) -> None:
     assert abs(sum(real[0]) - sum(real[1])) <= 1
 
 
-def test_h4_the_cap_does_not_change_the_number_of_updates() -> None:
+def test_the_cap_does_not_change_the_number_of_updates() -> None:
     for cap in (None, 65536, 8192):
         plan = planned(draw(256), StepSpec(dp_size=4, num_mini_batches=4, max_token_len_per_gpu=cap))
         assert plan.num_mini_batches == len(plan.micro_batches(0)) == 4
 
 
-def test_l2_every_kind_of_lengths_gives_the_same_plan_in_the_same_time() -> None:
+def test_every_kind_of_lengths_gives_the_same_plan_in_the_same_time() -> None:
     lengths = draw(2048)
     spec = StepSpec(dp_size=32, num_mini_batches=4, max_token_len_per_gpu=32768)
     kinds: dict[str, Any] = {
@@ -283,7 +283,7 @@ def test_l2_every_kind_of_lengths_gives_the_same_plan_in_the_same_time() -> None
 
 
 @pytest.mark.parametrize(("cap", "limit_s"), [(None, 3.0), (32768, 3.0), (8192, 6.0)])  # 0.3 to 1.2 s when quiet
-def test_l3_65536_rows_are_planned_in_seconds(cap: int | None, limit_s: float) -> None:
+def test_65536_rows_are_planned_in_seconds(cap: int | None, limit_s: float) -> None:
     lengths = draw(65536)
     spec = StepSpec(dp_size=512, num_mini_batches=8, max_token_len_per_gpu=cap)
     start = time.process_time()
@@ -382,13 +382,13 @@ def test_the_remedy_for_too_few_real_rows_works() -> None:
     is_padding = np.arange(32) >= 3
     lengths = np.where(is_padding, 2, 50)
     spec = StepSpec(dp_size=8, num_mini_batches=4)
-    with pytest.raises(InfeasiblePlan, match=r"num_mini_batches must be at most .* 3, .* got 4; use 2$"):
+    with pytest.raises(InfeasiblePlan, match=r"num_mini_batches.* 3.* 4.* 2$"):
         plan_step(lengths, spec, is_padding=is_padding)  # 3 steps of 32 rows would leave ranks uneven
     planned(lengths, dataclasses.replace(spec, num_mini_batches=2), is_padding=is_padding.tolist())
 
 
 def test_a_batch_of_padding_only_is_refused() -> None:
-    with pytest.raises(InfeasiblePlan, match=r"number of real rows, 0.*skip the step"):
+    with pytest.raises(InfeasiblePlan, match=r"num_mini_batches.* 0"):
         plan_step([2] * 4, StepSpec(dp_size=2), is_padding=[True] * 4)
 
 
@@ -408,12 +408,12 @@ def test_the_batch_as_it_came_is_kept_where_it_costs_least() -> None:
 
 
 def test_several_rows_above_the_cap_are_counted() -> None:
-    with pytest.raises(InfeasiblePlan, match=r"lengths\[1\].*got 30.*\(2 rows are above the cap\)"):
+    with pytest.raises(InfeasiblePlan, match=r"lengths\[1\].*30.*2 rows"):
         plan_step([1, 30, 20, 3], StepSpec(dp_size=2, max_token_len_per_gpu=10))
 
 
 def test_the_remedy_for_a_long_row_counts_the_gpus_that_share_it() -> None:
-    with pytest.raises(InfeasiblePlan, match=r"10 × 3 = 30, got 37; raise max_token_len_per_gpu to 13 "):
+    with pytest.raises(InfeasiblePlan, match=r"10 × 3 = 30.*37.*max_token_len_per_gpu to 13 "):
         plan_step([1, 37], StepSpec(dp_size=2, max_token_len_per_gpu=10, sp_size=3))
     planned([1, 37], StepSpec(dp_size=2, max_token_len_per_gpu=13, sp_size=3))
 
@@ -421,9 +421,9 @@ def test_the_remedy_for_a_long_row_counts_the_gpus_that_share_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"dp_size": 0}, r"dp_size must be a whole number of at least 1, got 0; pass the number"),
-        ({"dp_size": 2.0}, r"dp_size must be a whole number of at least 1, got 2.0"),
-        ({"dp_size": True}, r"dp_size must be a whole number of at least 1, got True"),
+        ({"dp_size": 0}, r"dp_size.*0"),
+        ({"dp_size": 2.0}, r"dp_size.*2.0"),
+        ({"dp_size": True}, r"dp_size.*True"),
         ({"num_mini_batches": 0}, r"num_mini_batches must be .* got 0"),
         ({"sp_size": -1}, r"sp_size must be .* got -1; use 1"),
         ({"micro_batch_multiple": 0}, r"micro_batch_multiple must be .* got 0; use 1"),
@@ -432,12 +432,12 @@ def test_the_remedy_for_a_long_row_counts_the_gpus_that_share_it() -> None:
         ({"micro_batch_size_per_gpu": 0}, r"micro_batch_size_per_gpu must be .* got 0"),
         (
             {"micro_batch_size_per_gpu": 2, "max_token_len_per_gpu": 9},
-            r"micro_batch_size_per_gpu must be None when max_token_len_per_gpu is given, got 2; choose",
+            r"micro_batch_size_per_gpu.*2",
         ),
-        ({"algorithm": "refind"}, r"algorithm must be one of .*, got 'refind'; did you mean 'refined'\?"),
-        ({"composition": "kept"}, r"composition must be one of .*, got 'kept'; did you mean 'keep'\?"),
-        ({"oversize": "x"}, r"oversize must be one of .*, got 'x'; known: alone, error"),
-        ({"seed": -1}, r"seed must be a whole number of at least 0, got -1"),
+        ({"algorithm": "refind"}, r"algorithm.*'refind'"),
+        ({"composition": "kept"}, r"composition.*'kept'"),
+        ({"oversize": "x"}, r"oversize.*'x'"),
+        ({"seed": -1}, r"seed.*-1"),
     ],
 )
 def test_settings_that_break_their_rule_are_named(settings: dict[str, Any], text: str) -> None:
@@ -448,10 +448,10 @@ def test_settings_that_break_their_rule_are_named(settings: dict[str, Any], text
 @pytest.mark.parametrize(
     ("is_padding", "text"),
     [
-        ([False], r"is_padding must have shape \(2,\), got \(1,\)"),
-        ([False, 2], r"is_padding must hold only True and False"),
-        (["a", "b"], r"is_padding must hold only True and False"),
-        ([[False], [False, True]], r"is_padding must be"),
+        ([False], r"is_padding.*\(1,\)"),
+        ([False, 2], r"is_padding"),
+        (["a", "b"], r"is_padding"),
+        ([[False], [False, True]], r"is_padding"),
     ],
 )
 def test_flags_that_are_none_are_refused(is_padding: Any, text: str) -> None:
@@ -467,7 +467,7 @@ def test_flags_may_be_a_tensor() -> None:
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
-    with pytest.raises(InvalidInput, match=rf"rank must be from 0 to 1, got {rank}"):
+    with pytest.raises(InvalidInput, match=rf"rank.*1.*{rank}"):
         plan_step([1, 2], StepSpec(dp_size=2)).micro_batches(rank)
 
 

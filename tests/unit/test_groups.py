@@ -25,20 +25,19 @@ def planned(lengths: Any, ids: list[Any], spec: StepSpec, *, is_padding: Any = N
     return plan
 
 
-def test_c9_fewer_groups_than_ranks_is_refused_and_the_remedies_work() -> None:
+def test_fewer_groups_than_ranks_is_refused_and_the_remedies_work() -> None:
     lengths, ids = [100] * 8, ["a"] * 4 + ["b"] * 4
     spec = StepSpec(dp_size=4, keep_groups="rank")
     with pytest.raises(
         InfeasiblePlan,
-        match=r"keep_groups must fill dp_size = 4 ranks of 2 rows each with whole groups of mini-batch 0, got 'rank' "
-        r'with 2 groups of 4 rows; pad to 16 rows or use keep_groups="none"',
+        match=r"keep_groups.*dp_size = 4 .*'rank' with 2 groups of 4 rows.*16 rows.*none",
     ):
         plan_step(lengths, spec, group_ids=ids)
     planned(lengths + [2] * 8, ids + ["pad"] * 8, spec, is_padding=[False] * 8 + [True] * 8)
     plan_step(lengths, StepSpec(dp_size=4), group_ids=ids)
 
 
-def test_h6_no_pair_is_split_by_the_token_cap() -> None:
+def test_no_pair_is_split_by_the_token_cap() -> None:
     ids = [0, 0, 1, 1, 2, 2, 3, 3]
     plan = planned(
         [900, 100, 700, 300, 500, 500, 400, 600],
@@ -50,15 +49,15 @@ def test_h6_no_pair_is_split_by_the_token_cap() -> None:
     assert all(len(rows) % 2 == 0 for rank in range(2) for rows in plan.micro_batches(rank)[0])
 
 
-def test_h6_an_odd_row_is_an_error_where_ranks_take_equal_rows() -> None:
+def test_an_odd_row_is_an_error_where_ranks_take_equal_rows() -> None:
     ids = [0, 0, 1, 1, 2, 2, 3, 3, 4]
-    with pytest.raises(InfeasiblePlan, match=r"the number of rows must be a multiple of .* = 2, got 9"):
+    with pytest.raises(InfeasiblePlan, match=r"the number of rows.*9"):
         plan_step(draw(9), StepSpec(dp_size=2, keep_groups="micro"), group_ids=ids)
-    with pytest.raises(InfeasiblePlan, match=r"the number of rows must be a multiple of .* = 2, got 9"):
+    with pytest.raises(InfeasiblePlan, match=r"the number of rows.*9"):
         plan_step(draw(9), StepSpec(dp_size=1, micro_batch_size_per_gpu=2, keep_groups="micro"), group_ids=ids)
 
 
-def test_h3_ids_without_keep_groups_change_nothing() -> None:
+def test_ids_without_keep_groups_change_nothing() -> None:
     lengths, spec = draw(64), StepSpec(dp_size=4, num_mini_batches=2, max_token_len_per_gpu=16384)
     ids = [f"uid {row // 8}" for row in range(64)]
     assert plan_step(lengths, spec, group_ids=ids).order.tolist() == plan_step(lengths, spec).order.tolist()
@@ -82,10 +81,10 @@ def test_any_hashable_is_an_id(keep_groups: Any) -> None:
 @pytest.mark.parametrize(
     ("ids", "text"),
     [
-        (None, r"group_ids must be given with keep_groups = 'rank', got None; pass the group of each row"),
-        ([0, 1], r"group_ids must have shape \(4,\), got \(2,\); pass one id per row"),
-        ([[0], [1], [2], [3]], r"group_ids must be one hashable id for each row, got 'list'; .*unhashable"),
-        (7, r"group_ids must be one hashable id for each row, got 'int'"),
+        (None, r"group_ids.*None"),
+        ([0, 1], r"group_ids.*\(2,\)"),
+        ([[0], [1], [2], [3]], r"group_ids.*'list'"),
+        (7, r"group_ids.*'int'"),
     ],
 )
 def test_ids_that_cannot_be_are_refused(ids: Any, text: str) -> None:
@@ -97,7 +96,7 @@ def test_ids_that_cannot_be_are_refused(ids: Any, text: str) -> None:
 
 
 def test_an_unknown_value_is_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"keep_groups must be one of .*, got 'ranks'; did you mean 'rank'\?"):
+    with pytest.raises(InvalidInput, match=r"keep_groups.*'ranks'"):
         StepSpec(dp_size=1, keep_groups="ranks")  # pyright: ignore[reportArgumentType]
 
 
@@ -107,8 +106,8 @@ def test_groups_that_do_not_add_up_are_refused_and_padding_helps() -> None:
         spec = StepSpec(dp_size=2, keep_groups=keep_groups)  # pyright: ignore[reportArgumentType]
         with pytest.raises(
             InfeasiblePlan,
-            match=rf"2 ranks of 6 rows each .* got {got} with 3 groups of 2 to 5 rows; "
-            'pad to 14 rows or use keep_groups="none"',
+            match=rf"keep_groups.*dp_size = 2 .*{got} with 3 groups of 2 to 5 rows.*"
+            "14 rows.*none",
         ):
             plan_step(lengths, spec, group_ids=ids)
         flags = [False] * 12 + [True] * 2
@@ -118,27 +117,23 @@ def test_groups_that_do_not_add_up_are_refused_and_padding_helps() -> None:
 def test_fixed_micro_batches_that_groups_do_not_fill_are_refused() -> None:
     ids = [0] * 3 + [1] * 3 + [2] * 2
     spec = StepSpec(dp_size=2, micro_batch_size_per_gpu=4, keep_groups="micro")
-    with pytest.raises(InfeasiblePlan, match=r'2 micro-batches of 4 rows each .*; pad to 16 rows or use .*"none"'):
+    with pytest.raises(InfeasiblePlan, match=r"keep_groups.*4 rows.*16 rows.*none"):
         plan_step(draw(8), spec, group_ids=ids)
     spec = StepSpec(dp_size=2, micro_batch_size_per_gpu=2, keep_groups="micro")
-    with pytest.raises(InfeasiblePlan, match=r'2 rows each .*; use keep_groups="rank"'):
+    with pytest.raises(InfeasiblePlan, match=r"keep_groups.*2 rows.*rank"):
         plan_step(draw(8), spec, group_ids=[0] * 4 + [1] * 4)
 
 
 def test_a_group_above_the_cap_is_refused() -> None:
     spec = StepSpec(dp_size=1, max_token_len_per_gpu=500, sp_size=2, keep_groups="micro")
-    text = (
-        r"keep_groups must hold each group in one micro-batch of at most 1000 tokens, the cap, got 'micro' with 1 "
-        r"groups above it in mini-batch 0, the largest of 1101 tokens; raise max_token_len_per_gpu to 551 or use "
-        r'keep_groups="rank"'
-    )
+    text = r"keep_groups.*1000 tokens.*'micro' with 1 groups.*1101 tokens.*max_token_len_per_gpu to 551.*rank"
     with pytest.raises(InfeasiblePlan, match=text):
         plan_step([600, 501, 10, 10], spec, group_ids=[0, 0, 1, 1])
 
 
 def test_too_few_groups_for_the_micro_batches_is_refused() -> None:
     spec = StepSpec(dp_size=2, min_micro_batches=2, keep_groups="micro")
-    with pytest.raises(InfeasiblePlan, match=r"min_micro_batches = 2 .* 2 groups of 2 rows; lower min_micro_batches"):
+    with pytest.raises(InfeasiblePlan, match=r"keep_groups.*min_micro_batches = 2 .*2 groups of 2 rows"):
         plan_step(draw(4), spec, group_ids=[0, 0, 1, 1])
 
 

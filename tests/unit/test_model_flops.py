@@ -91,7 +91,7 @@ def test_flops_are_within_two_per_cent_of_the_exact_count(name: str) -> None:
         assert float(cost([length])[0]) == pytest.approx(counted(config, length, device), rel=0.02), length
 
 
-def test_l4_the_linear_coefficient_follows_the_hidden_size() -> None:
+def test_the_linear_coefficient_follows_the_hidden_size() -> None:
     cost = eq.TransformerCost.from_hidden_size(1024)
     assert (cost.linear, cost.quadratic) == (6144.0, 1.0)
     assert eq.TransformerCost.from_hidden_size(4096) == eq.TransformerCost()

@@ -45,8 +45,8 @@ class StepSpec:
             are biased: the number of an optimizer step tells the length of its rows, so that long rows are always
             learnt from before short ones (``docs/composition.md``).
         objective: what is made low: "lockstep" (ranks meet at each micro-batch) or "rank" (once per optimizer step).
-        micro_batch_overhead: cost of a micro-batch beside its rows, in the units of the cost model. One more than the
-            fewest is run only where it saves more than that.
+        micro_batch_overhead: cost of a micro-batch beside its rows, in the units of the cost model. More than the
+            fewest are run only where they save more than that.
         algorithm: "refined" (a search from several starts), "kk" or "lpt".
         oversize: what to do with a row above the cap: "error", or "alone" in a micro-batch of its own.
         keep_groups: "rank" keeps the rows of one group (``group_ids`` of :func:`equipoise.plan_step`) on one rank,

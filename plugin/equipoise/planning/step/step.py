@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise._arrays import BoolArray, IntArray, counts
+from equipoise._arrays import BoolArray, FloatArray, IntArray, counts
 from equipoise._checks import as_vector, of_kind
 from equipoise.errors import InvalidInput, must
 from equipoise.planning.step.composition import mini_batch_rows, rank_rows
@@ -78,9 +78,47 @@ def plan_step(
     check_counts(tokens.size, int((~padding).sum()), spec)
     check_oversize(tokens, spec)
     members = mini_batch_rows(tokens, padding, spec)
+    minis = _mini_batches(members, costs, tokens, padding, spec, padded)
+    if group is None:
+        candidates = [[Pieces.of_rows(mini)] for mini in minis]
+    else:
+        candidates = kept_whole(minis, members, tokens, group, spec)
+    layouts = _all_found(search(candidates, spec), candidates, spec)
+    order, sizes = dispatch_order(layouts, members, sort_columns=True)
+    came = [as_it_came(mini, spec.min_micro_batches, spec.cap) for mini in minis]
+    came_order, came_sizes = dispatch_order(came, members, sort_columns=False)
+    figures = functools.partial(
+        measure,
+        costs,
+        tokens,
+        num_padding=int(padding.sum()),
+        tight_bound=sum(mini.bound(spec.cap) for mini in minis),
+        padded=padded,
+    )
+    real = np.array([int((~mini.padding).sum()) for mini in minis])
+    real.flags.writeable = False
+    return StepPlan(
+        spec=spec,
+        order=order,
+        sizes=sizes,
+        num_real_rows=real,
+        stats=figures(order, sizes),
+        incoming=figures(came_order, came_sizes),
+    )
+
+
+def _mini_batches(
+    members: list[IntArray],
+    costs: FloatArray,
+    tokens: IntArray,
+    padding: BoolArray,
+    spec: StepSpec,
+    padded: MicroBatchCost | None,
+) -> list[MiniBatch]:
+    """The rows of each mini-batch, and how many of them each rank gets."""
     real = np.array([int((~padding[rows]).sum()) for rows in members])
     quota, real_quota = rank_rows(np.array([rows.size for rows in members]), real, spec.dp_size)
-    minis = [
+    return [
         MiniBatch(
             cost=costs[rows],
             tokens=tokens[rows],
@@ -92,26 +130,6 @@ def plan_step(
         )
         for j, rows in enumerate(members)
     ]
-    if group is None:
-        candidates = [[Pieces.of_rows(mini)] for mini in minis]
-    else:
-        candidates = kept_whole(minis, members, tokens, group, spec)
-    layouts = _all_found(search(candidates, spec), candidates, spec)
-    order, sizes = dispatch_order(layouts, members, sort_columns=True)
-    came = [as_it_came(mini, spec.min_micro_batches, spec.cap) for mini in minis]
-    came_order, came_sizes = dispatch_order(came, members, sort_columns=False)
-    num_padding = int(padding.sum())
-    bound = sum(mini.bound(spec.cap) for mini in minis)
-    figures = functools.partial(measure, costs, tokens, num_padding=num_padding, tight_bound=bound, padded=padded)
-    real.flags.writeable = False
-    return StepPlan(
-        spec=spec,
-        order=order,
-        sizes=sizes,
-        num_real_rows=real,
-        stats=figures(order, sizes),
-        incoming=figures(came_order, came_sizes),
-    )
 
 
 def _all_found(layouts: list[Layout | None], candidates: list[list[Pieces]], spec: StepSpec) -> list[Layout]:
