@@ -92,8 +92,8 @@ def _steps(name: str, sets: Sequence[str], sizes: Sequence[str], seeds: int, way
         cap = case.max_token_len
         if way.get("keep_groups") == "micro" and case.cap == "tight":
             cap *= way["group_size"]
-        ranks = {"dp_size": case.size.dp_size, "num_mini_batches": case.size.num_mini_batches}
-        spec = StepSpec(**{**ranks, "max_token_len_per_gpu": cap, **fields})
+        settings: dict[str, Any] = {"max_token_len_per_gpu": cap, **fields}
+        spec = StepSpec(dp_size=case.size.dp_size, num_mini_batches=case.size.num_mini_batches, **settings)
         family.add(case.cell, _step(case.lengths, spec, **options))
     return family
 

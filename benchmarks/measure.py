@@ -69,7 +69,7 @@ def measure(layout: MicroBatches, lengths: Sequence[int], *, num_mini_batches: i
     cost = tokens * (LINEAR + QUADRATIC * tokens)
     seen = sorted(row for rank in layout for mini in rank for micro in mini for row in micro)
     if seen != list(range(tokens.size)):
-        raise BrokenLayout(f"layout must hold each of {tokens.size} rows once, got {len(seen)}; mend the planner")
+        raise BrokenLayout(f"layout must hold each of {tokens.size} rows once, got {len(seen)}; fix the planner")
     dp_size = len(layout)
     blocks = np.split(np.arange(tokens.size), num_mini_batches)
     bound = sum(_bound(cost[block], dp_size) for block in blocks)

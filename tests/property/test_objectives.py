@@ -84,5 +84,5 @@ def test_an_impossible_overhead_is_refused(overhead: float) -> None:
 
 
 def test_an_unknown_objective_names_the_nearest() -> None:
-    with pytest.raises(eq.InvalidInput, match="lock-step.*'lockstep'"):
+    with pytest.raises(eq.InvalidInput, match=r"lock-step.*'lockstep'"):
         eq.StepSpec(dp_size=2, objective="lock-step")  # pyright: ignore[reportArgumentType]

@@ -197,7 +197,7 @@ def test_one_row_costs_what_its_model_says() -> None:
 
 def test_groups_and_padded_micro_batches_exclude_each_other() -> None:
     spec = StepSpec(dp_size=1, keep_groups="rank")
-    with pytest.raises(InvalidInput, match="keep_groups.*'rank'"):
+    with pytest.raises(InvalidInput, match=r"keep_groups.*'rank'"):
         plan_step([1, 2], spec, cost=PaddedCost(), group_ids=[0, 1])
 
 

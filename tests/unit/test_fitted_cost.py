@@ -72,11 +72,11 @@ def test_a_fitted_model_plans() -> None:
 
 
 def test_bad_measurements_are_refused() -> None:
-    with pytest.raises(eq.InvalidInput, match="row_lengths_per_call.*3"):
+    with pytest.raises(eq.InvalidInput, match=r"row_lengths_per_call.*3"):
         eq.FittedCost.fit([[1], [2]], [1.0, 2.0])
     with pytest.raises(eq.InvalidInput, match=r"seconds\[1\].*nan"):
         eq.FittedCost.fit([[1], [2], [3]], [1.0, float("nan"), 2.0])
-    with pytest.raises(eq.InvalidInput, match="seconds.*3"):
+    with pytest.raises(eq.InvalidInput, match=r"seconds.*3"):
         eq.FittedCost.fit([[1], [2], [3]], [1.0])
     with pytest.raises(eq.InvalidInput, match=r"row_lengths_per_call\[2\]\[0\]"):
         eq.FittedCost.fit([[1], [2], [-3]], [1.0, 1.0, 1.0])
