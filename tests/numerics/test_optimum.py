@@ -67,7 +67,7 @@ def exact_lockstep(case: Case) -> float | None:
         constraints=optimize.LinearConstraint(np.array(rows), low, high),
         integrality=whole,
         bounds=optimize.Bounds(np.zeros(size), upper),
-        options={"mip_rel_gap": 1e-9, "time_limit": 60},
+        options={"mip_rel_gap": 1e-9, "time_limit": 600},
     )
     if solved.status == 2:
         return None
@@ -104,20 +104,20 @@ def gaps() -> FloatArray:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_plans_are_optimal_in_nine_cases_of_ten() -> None:
     assert (gaps() >= -1e-6).all()  # else the solver's model or the measure would be wrong
     assert (gaps() < 1e-6).mean() >= 0.9
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_plans_are_within_three_per_cent_of_the_optimum_in_all() -> None:
     assert gaps().max() <= 0.03
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_no_bound_is_above_the_optimum_and_the_cap_tightens_it() -> None:
     tighter = 0
     for number in range(40):
