@@ -58,6 +58,19 @@ def rows(lengths: list[int], *, padding: int = 0) -> list[dict[str, torch.Tensor
     return out
 
 
+def under_the_mask(chosen: list[dict[str, torch.Tensor]], value: float) -> list[dict[str, torch.Tensor]]:
+    """The rows with every fourth token of a response out of the loss, and ``value`` in what the loss reads there."""
+    out: list[dict[str, torch.Tensor]] = []
+    for row in chosen:
+        made = {name: column.clone() for name, column in row.items()}
+        for name in ("response_mask", "loss_mask"):
+            made[name][::4] = 0
+        for name in ("old_log_probs", "advantages"):
+            made[name][::4] = value
+        out.append(made)
+    return out
+
+
 def batch_of(chosen: list[dict[str, torch.Tensor]]) -> Any:
     """Rows as the jagged batch that verl's dispatch hands to a worker."""
     from verl.utils import tensordict_utils as tu
@@ -214,6 +227,7 @@ def update(
     micro_rows: int = 2,
     mode: str = "token-mean",
     engine_cap: int = CAP,
+    exact: bool = False,
 ) -> dict[str, Any]:
     """One ``train_mini_batch`` from fresh weights; what it logged, the weights, and how it went about it."""
     from verl.utils import tensordict_utils as tu
@@ -230,6 +244,8 @@ def update(
     )
     if wire is not None:
         tu.assign_non_tensor(data, equipoise_plan=wire)
+    if exact:
+        tu.assign_non_tensor(data, equipoise_exact_loss=True)
     with counted_collectives() as counts, heard_warnings() as heard, recorded_micro_batches() as micro_batches:
         began = time.perf_counter()
         output = made.train_mini_batch(data)
@@ -291,6 +307,10 @@ def scenarios(model: str, rank: int, world: int) -> dict[str, Any]:
         padded = rows(short, padding=1)
         share = [padded[i] for i in padded_plan.rank_rows(rank)]
         out[f"padded/{mode}"] = update(model, share, rows_per_step=8, wire=padded_wire, mode=mode)
+        out[f"exact/{mode}"] = update(model, share, rows_per_step=8, wire=padded_wire, mode=mode, exact=True)
+    for value in (0.0, float("nan")):
+        share = under_the_mask([padded[i] for i in padded_plan.rank_rows(rank)], value)
+        out[f"masked/{value}"] = update(model, share, rows_per_step=8, wire=padded_wire, exact=True)
 
     passes, pass_wire = planned(LENGTHS, world, steps=1)
     share = [every[i] for i in passes.rank_rows(rank)]

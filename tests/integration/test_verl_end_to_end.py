@@ -40,6 +40,12 @@ PPO = [
     "actor_rollout_ref.actor.use_kl_loss=True",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=700",
 ]
+ONE_STEP = [
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+    "actor_rollout_ref.actor.entropy_coeff=0.01",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+]
 RUNS: dict[str, tuple[int, list[str]]] = {
     "grpo": (2, ["trainer.val_before_train=True", "trainer.test_freq=2"]),
     "padded rows": (2, ["actor_rollout_ref.model.use_remove_padding=False"]),
@@ -49,6 +55,9 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     ),
     "ppo": (2, PPO),
     "ppo+": (2, [*ON[1:], *PPO]),
+    # one mini-batch a step, so that the order of the prompts, which is random, makes no difference
+    "verl's loss+": (2, [*ON, *ONE_STEP]),
+    "exact loss+": (2, [*ON, *ONE_STEP, "equipoise.loss=exact"]),
     # 6 prompts × 4 rows against mini-batches of 16 rows: 8 padding rows; and requests that move between 4 replicas
     "padding+": (
         4,
@@ -154,7 +163,7 @@ def test_steps_are_planned_and_carried_out(pool: dict[str, Future[Completed]], n
     run = finished(pool, name)
     log = run.log.read_text(errors="replace")
     assert log.count("equipoise: plans each step of") == 1
-    assert "falling back to verl's micro-batches" not in log
+    assert "verl's own micro-batches are used" not in log
     for row, record in zip(training(run), records(run), strict=True):
         assert 1.0 <= row["equipoise/lockstep_over_bound"] <= row["equipoise/lockstep_over_bound_incoming"] + 1e-9
         assert row["equipoise/max_tokens"] <= record["max_token_len"] == 512
@@ -176,6 +185,14 @@ def test_training_goes_the_same_way_with_and_without(pool: dict[str, Future[Comp
     for key in ("critic/rewards/mean", "response_length/mean", "prompt_length/mean"):
         assert planned[0][key] == pytest.approx(plain[0][key], rel=1e-6), key
     assert planned[0]["actor/grad_norm"] == pytest.approx(plain[0]["actor/grad_norm"], rel=0.5)
+
+
+def test_an_exact_loss_trains_as_verls_does(pool: dict[str, Future[Completed]]) -> None:
+    verls, exact = training(finished(pool, "verl's loss+")), training(finished(pool, "exact loss+"))
+    for one, other in zip(verls, exact, strict=True):
+        assert other["response_length/mean"] == one["response_length/mean"]
+        for key in ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "actor/entropy_loss"):
+            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
 
 
 def test_ppo_updates_critic_and_actor_by_plans_of_their_own(pool: dict[str, Future[Completed]]) -> None:

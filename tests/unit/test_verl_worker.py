@@ -1,4 +1,4 @@
-"""In a worker: the plan's micro-batches, or verl's own with real rows still counted; errors are the same on all ranks."""
+"""In a worker: the plan's micro-batches, or verl's own with real rows still counted, and errors that all ranks get."""
 
 # verl is typed in part.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -66,7 +66,10 @@ def prepare(data: Any, **asked: Any) -> tuple[Any, Any, int | None]:
     """Micro-batches, ids and the count that sequence means divide by."""
     from verl.utils import tensordict_utils as tu
 
-    found, ids = hook.prepare_planned(lambda data, **_: ("verl's own", None), data, **asked)
+    def verls_own(*_: Any, **_named: Any) -> Any:
+        return "verl's own", None
+
+    found, ids = hook.prepare_planned(verls_own, data, **asked)
     return found, ids, tu.get_non_tensor_data(data, "global_batch_size", None)
 
 
