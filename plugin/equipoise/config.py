@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, cast, get_args, get_type_hints
 
+from equipoise._checks import is_amount, is_whole
 from equipoise.errors import InvalidConfig, must, nearest
 
 TIERS = (64, 32, 16, 8, 4)
@@ -53,19 +54,12 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         _check_kinds(self, "equipoise.rollout")
         for name in ("check_interval", "profile_interval", "max_prompts"):
-            value = getattr(self, name)
-            if not _is_int(value) or value < 1:
-                rule = "be a whole number of at least 1"
-                raise InvalidConfig(must(f"equipoise.rollout.{name}", rule, value, "mend the override"))
-        gain: Any = self.min_gain
-        if isinstance(gain, bool) or not isinstance(gain, (int, float)) or not 0 <= gain < float("inf"):
-            raise InvalidConfig(must("equipoise.rollout.min_gain", "be a number of at least 0", gain, "pass seconds"))
+            _require(is_whole(getattr(self, name), 1), self, name, "be a whole number of at least 1")
+        _require(_is_number(self.min_gain), self, "min_gain", "be a number of seconds of at least 0")
         given: Any = self.tiers
         tiers = list(cast("list[Any]", given)) if isinstance(given, (list, tuple)) else []
-        whole = bool(tiers) and all(_is_int(tier) and tier >= 1 for tier in tiers)
-        if not whole or tiers != sorted(set(tiers), reverse=True):
-            rule = "be whole numbers of at least 1 that fall from one to the next"
-            raise InvalidConfig(must("equipoise.rollout.tiers", rule, self.tiers, "use [64,32,16,8,4]"))
+        good = bool(tiers) and all(is_whole(tier, 1) for tier in tiers) and tiers == sorted(set(tiers), reverse=True)
+        _require(good, self, "tiers", "be whole numbers of at least 1 that fall from one to the next")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +115,7 @@ class EquipoiseConfig:
     """Tokens of a padding row; None for the least that the engine takes (2 with FSDP, verl's 128 elsewhere)."""
 
     seed: int = 0
-    """Of composition=stratified."""
+    """Seed for composition=stratified."""
 
     record: str | None = None
     """Append one JSON line per step, with lengths and plan, to this file."""
@@ -135,37 +129,21 @@ class EquipoiseConfig:
     def __post_init__(self) -> None:
         _check_kinds(self, "equipoise")
         for name in ("cost_linear", "cost_quadratic"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise InvalidConfig(must(f"equipoise.{name}", "be a number of at least 0", value, "mend the override"))
-        if self.cost == "transformer" and self.cost_linear == 0 and self.cost_quadratic == 0:
-            raise InvalidConfig(
-                must("equipoise.cost_linear", "be above 0 when cost_quadratic is 0", 0, "a row must cost something")
-            )
-        least: Any = self.fit_min_r2
-        if isinstance(least, bool) or not isinstance(least, (int, float)) or not 0 <= least <= 1:
-            raise InvalidConfig(must("equipoise.fit_min_r2", "be from 0 to 1", least, "use 0.8"))
-        if not _is_int(self.fit_window) or self.fit_window < 1:
-            rule = "be a whole number of at least 1"
-            raise InvalidConfig(must("equipoise.fit_window", rule, self.fit_window, "use 16"))
+            _require(_is_number(getattr(self, name)), self, name, "be a number of at least 0")
+        free = self.cost == "transformer" and self.cost_linear == 0 and self.cost_quadratic == 0
+        _require(not free, self, "cost_linear", "be above 0 when cost_quadratic is 0: a row must cost something")
+        _require(_is_number(self.fit_min_r2) and self.fit_min_r2 <= 1, self, "fit_min_r2", "be from 0 to 1")
+        _require(is_whole(self.fit_window, 1), self, "fit_window", "be a whole number of at least 1")
         for name, value, instead in (("cost", "fitted", "model"), ("loss", "exact", "verl")):
             if self.planner == "verl" and getattr(self, name) == value:
                 remedy = f"use {name}={instead}, or planner=equipoise"
                 raise InvalidConfig(must(f"equipoise.{name}", f"not be {value} with planner=verl", value, remedy))
-        if self.min_row_tokens is not None and (not _is_int(self.min_row_tokens) or self.min_row_tokens < 2):
-            raise InvalidConfig(
-                must(
-                    "equipoise.min_row_tokens",
-                    "be null or at least 2 (a prompt token and a response token)",
-                    self.min_row_tokens,
-                    "use null for the least that the engine takes",
-                )
-            )
-        if not _is_int(self.seed) or self.seed < 0:
-            raise InvalidConfig(must("equipoise.seed", "be a whole number of at least 0", self.seed, "use 0"))
+        tokens = self.min_row_tokens
+        rule = "be null (the least that the engine takes) or at least 2 (a prompt token and a response token)"
+        _require(tokens is None or is_whole(tokens, 2), self, "min_row_tokens", rule)
+        _require(is_whole(self.seed), self, "seed", "be a whole number of at least 0")
         record: Any = self.record
-        if record is not None and not isinstance(record, str):
-            raise InvalidConfig(must("equipoise.record", "be null or a file's path", self.record, "mend the override"))
+        _require(record is None or isinstance(record, str), self, "record", "be null or a file's path")
 
     @classmethod
     def from_node(cls, node: Any) -> EquipoiseConfig:
@@ -219,9 +197,19 @@ def _check_kinds(config: EquipoiseConfig | RolloutConfig, where: str) -> None:
         if options and isinstance(options[0], str) and value not in options:
             rule = f"be one of {list(options)}"
             raise InvalidConfig(must(f"{where}.{each.name}", rule, value, nearest(str(value), options)))
-        if hint is bool and not isinstance(value, bool):
-            raise InvalidConfig(must(f"{where}.{each.name}", "be true or false", value, "mend the override"))
+        _require(hint is not bool or isinstance(value, bool), config, each.name, "be true or false")
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _require(good: bool, config: EquipoiseConfig | RolloutConfig, name: str, rule: str) -> None:
+    """Raise unless the value of a field is good; the remedy is the field's default."""
+    if good:
+        return
+    where = "equipoise.rollout" if isinstance(config, RolloutConfig) else "equipoise"
+    (found,) = [each for each in fields(config) if each.name == name]
+    default: Any = found.default if found.default_factory is MISSING else found.default_factory()
+    remedy = f"fix the override; the default is {'null' if default is None else default}"
+    raise InvalidConfig(must(f"{where}.{name}", rule, getattr(config, name), remedy))
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and is_amount(value)

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pytest
 
 import equipoise as eq
-from equipoise.errors import InvalidConfig
 from equipoise.trainer_hooks.on_verl.driver.refit import (
     MIN_CALLS,
     MeasuredCall,
@@ -270,26 +269,6 @@ def test_error_of_a_model_without_seconds_takes_its_unit_from_earlier_calls() ->
     calls = [call([10], 4.0), call([20], 5.0), call([30], 6.0)]  # predicted 2, 4 and 6: off by 1/2, 1/5 and 0
     assert relative_error(calls, eq.TokenCost(), earlier) == pytest.approx(0.2)
     assert relative_error(calls, eq.TokenCost(), []) is None
-
-
-# -- settings ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("node", "words"),
-    [
-        ({"fit_min_r2": 1.5}, "equipoise.fit_min_r2 must be from 0 to 1, got 1.5"),
-        ({"fit_min_r2": float("nan")}, "equipoise.fit_min_r2 must be from 0 to 1, got nan"),
-        ({"fit_min_r2": "high"}, "equipoise.fit_min_r2 must be from 0 to 1, got 'high'"),
-        ({"fit_window": 0}, "equipoise.fit_window must be a whole number of at least 1, got 0"),
-        ({"cost": "fitted", "planner": "verl"}, "equipoise.cost must not be fitted with planner=verl"),
-        ({"cost": "fited"}, "did you mean 'fitted'"),
-    ],
-)
-def test_n2_bad_settings_of_the_fit_are_refused_in_words(node: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidConfig) as caught:
-        eq.EquipoiseConfig.from_node(node)
-    assert words in str(caught.value)
 
 
 # -- the clock ---------------------------------------------------------------------------------------------------------
