@@ -26,7 +26,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """What the driver sends to all ranks: the rows of a step, where they go, what their losses are divided by."""
+    """A step as every rank knows it: the rows of a step, where they go, what their losses are divided by."""
 
     batch: TensorDict
     plan: eq.StepPlan

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -29,6 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 import equipoise as eq
+from equipoise.together import gather_texts, together
 from equipoise.training.engine.device import device_name, ensure_process_group, local_device
 from examples.minimal import losses
 from examples.minimal.processes import end_with_parent, quiet
@@ -41,7 +43,7 @@ from examples.minimal.task import END, Task, tiny_model
 
 
 class Trainer:
-    """One rank of a run; rank 0 is the driver too."""
+    """One rank of a run; rank 0 writes down what comes out."""
 
     def __init__(self, settings: Settings) -> None:
         ensure_process_group(device_name())
@@ -50,8 +52,7 @@ class Trainer:
         s.check_world(self.world)
         self.dp_rank = self.rank // s.sp
         self.out = Path(s.out)
-        if self.rank == 0:
-            claim(self.out, s)
+        self.on_driver(lambda: claim(self.out, s), doing="claiming the folder")
         self.record = Record(self.out, writes=self.rank == 0)
         self.task = Task(s.seed)
         rollout_model = AutoModelForCausalLM.from_config(tiny_model(), dtype=getattr(torch, s.dtype))
@@ -80,7 +81,7 @@ class Trainer:
         s = self.settings
         self.sampler.load(self.actor.get_per_tensor_param())
         samples = self.rollouts(step)
-        job = self.from_driver(self.plan(samples, s.mini_batches) if self.rank == 0 else None)
+        job = self.plan(samples, s.mini_batches)
         mine = self.mine(job)
         self.infer("old_log_probs", self.actor, "log_probs", mine, job)
         self.infer("ref_log_probs", self.reference, "log_probs", mine, job)
@@ -88,28 +89,35 @@ class Trainer:
         self.add_advantages(mine, job)
         figures = self.update("critic", self.critic, mine, job, partial(losses.value, s)) if self.critic else {}
         figures |= self.update("actor", self.actor, mine, job, partial(losses.policy, s))
-        rewards = torch.tensor([sample.reward for sample in samples])  # none but on the driver, which writes them down
+        rewards = torch.tensor([sample.reward for sample in samples])
         exact = (rewards == 1).double().mean()
         tokens = job.batch["input_ids"].values().numel()
         return {"reward": float(rewards.mean()), "exact": float(exact), "tokens": tokens} | figures
 
     def rollouts(self, step: int) -> list[Sample]:
-        """Each rank samples its part of the rows; the driver scores and returns them all, the others none."""
+        """Each rank samples its part of the rows, then all ranks exchange the responses and score them."""
         s = self.settings
-        rows = range(self.rank, s.num_rows, self.world)
+        rows = self.rows_of(self.rank)
         number = [(step - 1) * s.prompts + row // s.rollouts for row in range(s.num_rows)]
         seeds = [(s.seed * 2**20 + step) * 2**20 + row for row in rows]
         responses = self.sampler.sample([self.task.prompt(number[row]) for row in rows], seeds)
-        parts: list[Any] | None = [None] * self.world if self.rank == 0 else None
-        dist.gather_object(dict(zip(rows, responses, strict=True)), parts)
-        found = {row: response for part in parts or () for row, response in part.items()}
+        parts = [json.loads(text) for text in self.exchange(lambda: json.dumps(responses))]
+        found = {
+            row: response
+            for rank, part in enumerate(parts)
+            for row, response in zip(self.rows_of(rank), part, strict=True)
+        }
         return [
             Sample(number=number[row], response=found[row], reward=self.task.score(number[row], found[row]))
-            for row in sorted(found)
+            for row in range(s.num_rows)
         ]
 
+    def rows_of(self, rank: int) -> range:
+        """Numbers of the rows that a rank samples."""
+        return range(rank, self.settings.num_rows, self.world)
+
     def plan(self, samples: list[Sample], mini_batches: int) -> Job:
-        """On the driver: rows padded to a multiple of the ranks, then planned by their lengths."""
+        """Rows padded to a multiple of the ranks, then planned by their lengths: the same on every rank."""
         batch = batch_of(samples, self.task)
         rows, padding = len(batch), -(len(batch) // mini_batches) % self.settings.dp * mini_batches
         batch = eq.pad_batch(batch, padding, eos_token_id=END)
@@ -136,9 +144,10 @@ class Trainer:
         """Of the whole step, the same on every rank; each keeps those of its rows."""
         values = None
         if self.critic is not None:
-            parts: list[Any] = [None] * self.settings.dp
-            dist.all_gather_object(parts, mine["old_values"].unbind(), group=self.critic.get_data_parallel_group())
-            in_plan_order = [row for part in parts for row in part]
+            own = [row.tolist() for row in mine["old_values"].unbind()]
+            parts = self.exchange(lambda: json.dumps(own), group=self.critic.get_data_parallel_group())
+            dtype = mine["old_values"].dtype
+            in_plan_order = [torch.tensor(row, dtype=dtype) for part in parts for row in json.loads(part)]
             values = pad_sequence([in_plan_order[place] for place in job.plan.inverse], batch_first=True)
         inputs = eq.AdvantageInputs(
             rewards=job.batch["reward"],
@@ -186,7 +195,7 @@ class Trainer:
     def resume(self) -> int:
         """Go back to the last checkpoint; returns its step, 0 if there is none."""
         step = 0
-        if self.from_driver((self.out / "actor" / "latest").exists()):
+        if self.from_driver(str((self.out / "actor" / "latest").exists())) == "True":
             extra = self.actor.load_checkpoint(self.out / "actor")
             step = int(extra["step"])
             torch.set_rng_state(extra["rng"])
@@ -195,11 +204,17 @@ class Trainer:
         self.record.back_to("rl", step)
         return step
 
-    def from_driver(self, thing: Any) -> Any:
+    def from_driver(self, text: str) -> str:
         """What rank 0 passed, on every rank."""
-        box = [thing]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        return self.exchange(lambda: text)[0]
+
+    def on_driver(self, part: Callable[[], Any], *, doing: str) -> None:
+        """Rank 0 does it while the others wait; if it fails there, all ranks raise the error."""
+        together(lambda: part() if self.rank == 0 else None, group=dist.group.WORLD, doing=doing)
+
+    def exchange(self, text: Callable[[], str], group: Any = None) -> list[str]:
+        """A text of each rank, by rank; what goes wrong on one is raised on all."""
+        return gather_texts(text, group=group or dist.group.WORLD, doing="exchanging what each rank has")
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="minimal")

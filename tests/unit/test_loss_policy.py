@@ -107,9 +107,7 @@ def test_dr_grpo_does_not_divide_by_the_length_of_an_answer() -> None:
     one = eq.PolicyInputs(log_prob=same, old_log_prob=same, advantages=-torch.ones(2, 4), loss_mask=mask)
     loss, _ = eq.policy_loss("dr_grpo", one, loss_scale_factor=8)
     assert float(loss) == 5 / 2 / 8
-    with pytest.raises(
-        eq.InvalidInput, match=r"loss_agg_mode.*\['seq-mean-token-sum-norm'\].*'dr_grpo'"
-    ):
+    with pytest.raises(eq.InvalidInput, match=r"loss_agg_mode.*\['seq-mean-token-sum-norm'\].*'dr_grpo'"):
         eq.policy_loss("dr_grpo", one, loss_agg_mode="token-mean")
     with pytest.raises(eq.InvalidInput, match=r"loss_scale_factor.*\b0\b"):
         eq.policy_loss("dr_grpo", one)
