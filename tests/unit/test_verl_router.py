@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
 from collections import Counter
 from statistics import mean
 from typing import Any
@@ -274,6 +276,25 @@ def test_a_router_remembers_no_more_prompts_than_it_may() -> None:
     lengths = router._lengths  # pyright: ignore[reportPrivateUsage]
     for name in ("_known", "_new"):
         assert len(getattr(lengths, name)) <= 50
+
+
+def test_a_router_that_has_seen_many_prompts_needs_no_more_memory() -> None:
+    router = routed(2, max_prompts=50)
+
+    def memory_after(numbers: range) -> int:
+        for i in numbers:
+            answer(router, f"r{i}", ask(router, f"r{i}", [i] * 10), tokens=50)
+            if i % 100 == 0:
+                router.take_metrics()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        first, second = memory_after(range(1000)), memory_after(range(1000, 3000))
+    finally:
+        tracemalloc.stop()
+    assert second - first < 20_000  # 10 bytes a prompt
 
 
 def test_a_conversation_with_a_request_under_way_is_never_forgotten() -> None:

@@ -39,7 +39,7 @@ class ExpectedLengths:
 
     def __init__(self, *, limit: int, max_prompts: int) -> None:
         self.limit = limit
-        self._model = LengthModel()
+        self._model = LengthModel(max_prompts=max_prompts)
         self._recent: deque[int] = deque(maxlen=_RECENT)
         self._sum = 0
         self._known: LRUCache[Hashable, deque[int]] = LRUCache(max_prompts)
