@@ -89,8 +89,8 @@ def _gradients(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("asked", [None, "nvidia"])
 def test_does_nothing_unless_asked_for(asked: str | None) -> None:
     code = (
-        "import sys, equipoise.trainer_hooks.verl_on_cpu, equipoise.trainer_hooks._imports as hooks;"
-        "print(len(hooks._FINDER.hooks), [m for m in ('torch', 'verl', 'ray', 'transformers') if m in sys.modules])"
+        "import sys, equipoise.trainer_hooks.verl_on_cpu, wrapt.importer as hooks;"
+        "print(len(hooks._post_import_hooks), [m for m in ('torch', 'verl', 'ray', 'transformers') if m in sys.modules])"
     )
     environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
     if asked:
@@ -101,8 +101,8 @@ def test_does_nothing_unless_asked_for(asked: str | None) -> None:
 
 def test_waits_for_verl_when_asked_for() -> None:
     code = (
-        "import sys, equipoise.trainer_hooks.verl_on_cpu, equipoise.trainer_hooks._imports as hooks;"
-        "print(sorted(hooks._FINDER.hooks), 'torch' in sys.modules)"
+        "import sys, equipoise.trainer_hooks.verl_on_cpu, wrapt.importer as hooks;"
+        "print(sorted(hooks._post_import_hooks), 'torch' in sys.modules)"
     )
     output = subprocess.run(
         [sys.executable, "-c", code],
