@@ -90,7 +90,8 @@ def _gradients(model: Any) -> dict[str, torch.Tensor]:
 def test_does_nothing_unless_asked_for(asked: str | None) -> None:
     code = (
         "import sys, equipoise.trainer_hooks.verl_on_cpu, wrapt.importer as hooks;"
-        "print(len(hooks._post_import_hooks), [m for m in ('torch', 'verl', 'ray', 'transformers') if m in sys.modules])"
+        "names = [m for m in ('torch', 'verl', 'ray', 'transformers') if m in sys.modules];"
+        "print(len(hooks._post_import_hooks), names)"
     )
     environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
     if asked:
