@@ -224,7 +224,7 @@ def kick(boards: Boards, rules: Rules, *, goals: FloatArray, num_kicks: int) -> 
         for turn in range(num_kicks):
             if cost <= goal[0] * (1 + 1e-9):
                 break
-            for _ in range(2 + turn % 3):
+            for _ in range(3 + turn % 4):
                 swaps = Swaps.of(board, 0, int(draw.randint(board.num_cells)), rules, None)
                 allowed = np.flatnonzero(swaps.allowed)
                 if allowed.size:

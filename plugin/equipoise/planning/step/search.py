@@ -21,7 +21,7 @@ from equipoise.planning.step.spec import StepSpec
 
 _ROUNDS_OF_A_START, _ROUNDS = 6, 12  # of pairwise changes: on every start, then on the best
 _EXACT_SWAPS = 8_000_000  # looked at by exact steps on all mini-batches of 2048 rows together: some 40 ms
-_KICKS = 30  # of all small mini-batches together
+_KICKS = 40  # of all small mini-batches together
 
 
 def search(candidates: list[list[Pieces]], spec: StepSpec) -> list[Layout | None]:
