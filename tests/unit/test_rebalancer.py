@@ -16,7 +16,8 @@ from tests.toy_engine import TIERS, ToyEngine, answer, request
 
 @pytest.fixture(autouse=True, scope="module")
 def lone_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
