@@ -191,6 +191,16 @@ class MemoryQueue:
     def __init__(self) -> None:
         self.kept: dict[tuple[str, str], dict[str, Any]] = {}
 
+    @classmethod
+    def installed(cls, monkeypatch: Any) -> MemoryQueue:
+        """In place of TransferQueue's for one test."""
+        import transfer_queue
+
+        made = cls()
+        monkeypatch.setattr(transfer_queue, "kv_batch_get", made.kv_batch_get)
+        monkeypatch.setattr(transfer_queue, "kv_batch_put", made.kv_batch_put)
+        return made
+
     def kv_batch_put(self, keys: list[str], partition_id: str, fields: Any, tags: list[Any]) -> Any:
         from transfer_queue import KVBatchMeta
 

@@ -23,6 +23,7 @@ _PACKAGES = (
     "TransferQueue",
     "torch",
     "tensordict",
+    "wrapt",
     "ray",
     "transformers",
     "hydra-core",

@@ -97,27 +97,10 @@ def stage_settings(config: Any, stage: Stage) -> StageSettings:
     the critic, whose engine takes ``ppo_infer_max_token_len_per_gpu`` for both, so that the smaller of it and the
     documented key is the cap here.
     """
-    rollout = config.actor_rollout_ref.rollout
-    n = int(rollout.n)
     if stage in ("critic", "values"):
-        critic = config.critic
-        engine_key, engine = engine_node(critic)
-        dynamic = bool(engine.get("use_dynamic_bsz", True))
-        documented = "ppo_max_token_len_per_gpu" if stage == "critic" else "forward_max_token_len_per_gpu"
-        cap = min(int(critic.get("ppo_infer_max_token_len_per_gpu", 32768)), int(critic.get(documented, 32768)))
-        fixed = engine.get("micro_batch_size_per_gpu" if stage == "critic" else "infer_micro_batch_size_per_gpu", None)
-        update = stage == "critic"
-        return StageSettings(
-            mini_batch_rows=int(critic.ppo_mini_batch_size) * n if update else None,
-            cap=cap if dynamic else None,
-            micro_rows=None if dynamic else int(fixed),
-            sp_size=_sp_size(critic, engine_key, engine),
-            micro_batch_multiple=_pipeline_multiple(engine_key, engine),
-            shuffle=update and bool(critic.get("shuffle", False)),
-            cap_key=f"critic.{documented}",
-        )
+        return _critic_settings(config, update=stage == "critic")
+    rollout = config.actor_rollout_ref.rollout
     role = config.actor_rollout_ref.ref if stage == "ref" else config.actor_rollout_ref.actor
-    engine_key, engine = engine_node(role)
     if stage == "actor":
         source, dynamic = role, bool(role.use_dynamic_bsz)
         cap_name, rows_name, where = "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", "actor"
@@ -136,14 +119,33 @@ def stage_settings(config: Any, stage: Stage) -> StageSettings:
                 f"set it, or actor_rollout_ref.actor.use_dynamic_bsz=True with {cap_name}",
             )
         )
+    engine_key, engine = engine_node(role)
     return StageSettings(
-        mini_batch_rows=int(role.ppo_mini_batch_size) * n if stage == "actor" else None,
+        mini_batch_rows=int(role.ppo_mini_batch_size) * int(rollout.n) if stage == "actor" else None,
         cap=int(source.get(cap_name)) if dynamic else None,
         micro_rows=None if dynamic else int(fixed),
         sp_size=_sp_size(role, engine_key, engine),
         micro_batch_multiple=_pipeline_multiple(engine_key, engine),
         shuffle=stage == "actor" and bool(role.get("shuffle", False)),
         cap_key=f"actor_rollout_ref.{where}.{cap_name if dynamic else rows_name}",
+    )
+
+
+def _critic_settings(config: Any, *, update: bool) -> StageSettings:
+    critic = config.critic
+    engine_key, engine = engine_node(critic)
+    dynamic = bool(engine.get("use_dynamic_bsz", True))
+    documented = "ppo_max_token_len_per_gpu" if update else "forward_max_token_len_per_gpu"
+    cap = min(int(critic.get("ppo_infer_max_token_len_per_gpu", 32768)), int(critic.get(documented, 32768)))
+    fixed = engine.get("micro_batch_size_per_gpu" if update else "infer_micro_batch_size_per_gpu", None)
+    return StageSettings(
+        mini_batch_rows=int(critic.ppo_mini_batch_size) * int(config.actor_rollout_ref.rollout.n) if update else None,
+        cap=cap if dynamic else None,
+        micro_rows=None if dynamic else int(fixed),
+        sp_size=_sp_size(critic, engine_key, engine),
+        micro_batch_multiple=_pipeline_multiple(engine_key, engine),
+        shuffle=update and bool(critic.get("shuffle", False)),
+        cap_key=f"critic.{documented}",
     )
 
 
