@@ -191,6 +191,22 @@ def test_the_width_of_a_batch_does_not_reach_an_exact_loss(mode: str) -> None:
     torch.testing.assert_close(wide["grads"][0][: Case().hidden.numel()], narrow["grads"][0], rtol=1e-13, atol=0)
 
 
+@pytest.mark.parametrize("dense_mask", [False, True])
+def test_columns_of_rows_of_one_length_may_be_dense(dense_mask: bool) -> None:
+    from equipoise.trainer_hooks.on_verl.worker.loss import exact_loss
+
+    mask = torch.tensor([[1, 0, 1], [0, 1, 1]])
+    advantages = torch.where(mask == 1, 5.0, math.nan)
+    columns = {"response_mask": mask if dense_mask else jagged(mask.flatten(), (3, 3)), "advantages": advantages}
+
+    def original(_config: Any, _output: Any, data: Any, _group: Any) -> Any:
+        return data["advantages"]
+
+    found = exact_loss(original, None, {}, TensorDict(columns, batch_size=[2]))
+    assert found.tolist() == [[5, 0, 5], [0, 5, 5]]
+    assert advantages.isnan().any()  # the batch itself is left as it was
+
+
 def is_finite(found: dict[str, Any]) -> bool:
     return all(bool(part.isfinite().all()) for part in (found["loss"], *found["grads"]))
 
