@@ -153,8 +153,11 @@ class HeldBack:
         if self.error is not None:
             return instead
         done = attempt(part)
-        self.error = done.failure
-        return instead if done.failure is not None else done.get()
+        if done.failure is None:
+            return done.get()
+        if self.error is None:  # a part within this one may have failed first
+            self.error = done.failure
+        return instead
 
     def release(self) -> None:
         """Raise the error, if there is one: the last thing that the part of a vote does."""

@@ -135,7 +135,7 @@ def test_wrong_parts_are_refused() -> None:
         eq.Metric(1, -1)
     with pytest.raises(eq.InvalidInput, match="sum"):
         eq.Metric(torch.ones(2), 1)
-    with pytest.raises(eq.InvalidInput, match=r"'x'.*'float'"):
+    with pytest.raises(eq.InvalidInput, match=r"'x'.*float 1.0"):
         eq.reduce_metrics({"x": 1.0})  # pyright: ignore[reportArgumentType]
 
 

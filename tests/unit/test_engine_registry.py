@@ -219,6 +219,7 @@ def test_an_engine_that_is_not_initialized_says_so(backend: str, use: str) -> No
     engine = engines.create(EngineConfig(backend=backend, device="cpu"), "no model")
     with pytest.raises(WrongState, match=r"initialize"):
         USES[use](engine)
+    assert not Path("nowhere").exists()
 
 
 @pytest.mark.parametrize(

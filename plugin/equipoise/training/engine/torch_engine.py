@@ -241,6 +241,7 @@ class TorchEngine(BaseEngine):
         extra: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save model, optimizer, schedule and ``extra``; see :func:`equipoise.training.engine.checkpoint.save`."""
+        _ = self.module  # an engine that is not initialized says so before a folder is made
         counters = {
             "rate_step": self._rate_step,
             "num_skipped_steps": self.num_skipped_steps,
