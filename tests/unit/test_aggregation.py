@@ -140,6 +140,7 @@ def test_e10_two_groups_of_10_and_90_tokens() -> None:
     groups = torch.tensor([0, 1])
     assert float(eq.agg_loss(loss, mask, "token-mean")) == pytest.approx(0.1)
     assert float(eq.group_mean(loss, mask, groups)) == 0.5
+    assert float(eq.group_mean(loss[:1], mask[:1], groups[:1])) == 1.0
 
 
 def test_e10_a_group_spread_over_ranks_and_micro_batches_weighs_the_same() -> None:
@@ -337,3 +338,13 @@ def test_metrics_of_half_precision_keep_counting() -> None:
     assert int(total.count) == 5000
     largest = [eq.Metric.max(float("nan")), eq.Metric.max(1.0)]
     assert all(str((a + b).value) == "nan" for a, b in (largest, reversed(largest)))
+
+
+def test_segments_of_two_rows_are_sequences_of_their_own() -> None:
+    """Row 0 has segments 1 to 3, row 1 only segment 1: with a span of one row's segments they would collide."""
+    loss, mask = torch.tensor([[1.0, 2.0, 4.0], [8.0, 0.0, 0.0]]), torch.ones(2, 3)
+    segments = torch.tensor([[1, 2, 3], [1, 0, 0]])
+    found = eq.agg_loss(loss, mask, "seq-mean-token-sum", segment_ids=segments)
+    assert float(found) == (1 + 2 + 4 + 8) / 4
+    squares = eq.agg_loss(loss, mask, "seq-mean-token-mean", segment_ids=torch.tensor([[1, 1, 2], [1, 2, 2]]))
+    assert float(squares) == (1.5 + 4 + 8 + 0) / 4

@@ -239,6 +239,16 @@ def test_rollout_weights_refuse_what_they_do_not_know() -> None:
         eq.rollout_weights(one, one, one, cap=0)
 
 
+def test_a_value_that_fell_past_the_clip_is_bounded_below() -> None:
+    now, before, target = torch.tensor([[-3.0]]), torch.tensor([[0.0]]), torch.tensor([[1.0]])
+    loss, metrics = eq.value_loss(now, before, target, torch.ones(1, 1), clip=0.5)
+    assert float(loss) == 8.0  # ((-3 - 1)²) / 2; from the bound -0.5 it would be 1.125
+    assert metrics["critic/vf_clipfrac"].value == 0.0
+    loss, metrics = eq.value_loss(now, before, torch.tensor([[-4.0]]), torch.ones(1, 1), clip=0.5)
+    assert float(loss) == 6.125  # ((-0.5 + 4)²) / 2
+    assert metrics["critic/vf_clipfrac"].value == 1.0
+
+
 def test_the_value_loss_without_a_clip_is_half_the_square() -> None:
     now, target = torch.tensor([[3.0, 9.0]]), torch.tensor([[1.0, float("nan")]])
     loss, metrics = eq.value_loss(now, 0 * now, target, torch.tensor([[1, 0]]), clip=None)

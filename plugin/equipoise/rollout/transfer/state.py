@@ -50,7 +50,7 @@ class Sampling:
     max_tokens: int = 16
 
     def __post_init__(self) -> None:
-        numbers(self, whole=_WHOLE, real=_REAL, remedy="mend the sampling of the request")
+        numbers(self, whole=_WHOLE, real=_REAL, remedy="fix the request's sampling")
         stops = cast(object, self.stop_token_ids)
         if not isinstance(stops, tuple) or not all(isinstance(x, int) for x in cast("tuple[object, ...]", stops)):
             rule = "be a tuple of token ids"
@@ -68,7 +68,7 @@ class Sampling:
         )
         for name, holds, rule in rules:
             if not holds:
-                raise InvalidInput(must(name, rule, getattr(self, name), "mend the sampling of the request"))
+                raise InvalidInput(must(name, rule, getattr(self, name), "fix the request's sampling"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ class OptimizerConfig:
         _one_of("name", self.name, get_args(OptimizerName))
         _one_of("schedule", self.schedule, get_args(ScheduleName))
         limit = [] if self.max_grad_norm is None else ["max_grad_norm"]
-        remedy = "mend the optimizer's settings"
+        remedy = "fix the optimizer's settings"
         numbers(self, whole=["warmup_steps"], real=["lr", "momentum", "weight_decay", "eps", *limit], remedy=remedy)
         if self.lr < 0:
             raise InvalidInput(must("lr", "be at least 0", self.lr, "use a small positive number"))

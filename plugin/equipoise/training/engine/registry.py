@@ -156,7 +156,7 @@ class EngineRegistry:
             remedy = f"pip install '{extra}'" if extra else f"install the package that brings {error.name!r}"
             raise MissingPackage(must(f"engine {engine!r}", "find its packages", f"no {error.name}", remedy)) from error
         except AttributeError as error:
-            raise UnknownName(must("engine", f"be a class of {module}", name, "mend the registration")) from error
+            raise UnknownName(must("engine", f"be a class of {module}", name, "fix the registration")) from error
         return _checked(found, f"engine {engine!r}")
 
 
