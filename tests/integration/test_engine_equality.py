@@ -81,7 +81,7 @@ def test_fixed_micro_batches_are_the_planned_ones(ranks: list[dict[str, Any]]) -
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_d2_padding_changes_neither_loss_nor_gradient(
+def test_padding_changes_neither_loss_nor_gradient(
     ranks: list[dict[str, Any]], alone: dict[str, Any], mode: str
 ) -> None:
     """Seven real rows and one padding row on two ranks against the seven rows alone on one process."""

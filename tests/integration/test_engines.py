@@ -198,7 +198,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_e6_the_cluster_moves_no_number(said: dict[str, dict[str, Any]], cluster: str) -> None:
+def test_the_cluster_moves_no_number(said: dict[str, dict[str, Any]], cluster: str) -> None:
     """E6, F1, F2: loss, gradient norm and logged metrics of each step, and weights, from a plan."""
     alone, other = said["ddp-1-1"], said[cluster]
     assert len(alone["steps"]) == 2

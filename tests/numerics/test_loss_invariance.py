@@ -68,7 +68,7 @@ def reference(name: str, mode: str) -> Plain:
 
 
 @pytest.mark.parametrize(("name", "mode"), PAIRS)
-def test_d2_d3_f1_every_loss_and_mode_on_every_cluster(name: str, mode: str) -> None:
+def test_every_loss_and_mode_on_every_cluster(name: str, mode: str) -> None:
     """Cases D2, D3, E7, F1 and C7: ranks × micro-batches × padding rows × row order × storage."""
     want = reference(name, mode)
     for layout in LAYOUTS:
@@ -156,7 +156,7 @@ def test_what_does_not_hold_padding_with_a_mask_of_ones_that_nobody_is_told_of()
 
 
 @pytest.mark.parametrize(("name", "mode"), PAIRS)
-def test_i1_c7_a_micro_batch_without_a_token_is_exactly_nothing(name: str, mode: str) -> None:
+def test_a_micro_batch_without_a_token_is_exactly_nothing(name: str, mode: str) -> None:
     """I1, C7: loss 0 and gradient 0, in the graph, even where everything masked is NaN or infinite."""
     table = torch.tensor(make_table(), dtype=torch.float64, requires_grad=True)
     whole = count(tensors(make_rows(ROWS), "padded"))
@@ -171,7 +171,7 @@ def test_i1_c7_a_micro_batch_without_a_token_is_exactly_nothing(name: str, mode:
         assert all(metric.value == 0 for metric in metrics.values() if isinstance(metric, eq.Metric))
 
 
-def test_i1_an_empty_optimizer_step_is_known_as_such() -> None:
+def test_an_empty_optimizer_step_is_known_as_such() -> None:
     rows = [masked(row) for row in make_rows(3)]
     assert count(tensors(rows, "padded")).is_empty
     assert not count(tensors(make_rows(3), "padded")).is_empty

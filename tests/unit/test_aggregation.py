@@ -31,7 +31,7 @@ def plain(loss: torch.Tensor, mask: torch.Tensor, mode: str, horizon: float) -> 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_d2_seven_rows_and_one_padding_row_are_the_seven_rows(mode: str) -> None:
+def test_seven_rows_and_one_padding_row_are_the_seven_rows(mode: str) -> None:
     draw = torch.Generator().manual_seed(0)
     loss = torch.randn(8, 6, generator=draw, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(8, 6, generator=draw) < 0.7
@@ -56,14 +56,14 @@ def test_d2_seven_rows_and_one_padding_row_are_the_seven_rows(mode: str) -> None
     assert (with_pad[7] == 0).all()
 
 
-def test_d3_padding_with_a_mask_of_ones_is_out_of_every_denominator() -> None:
+def test_padding_with_a_mask_of_ones_is_out_of_every_denominator() -> None:
     mask = torch.ones(4, 5)
     counts = eq.LossDenominators.of(mask, is_padding=torch.tensor([False, False, False, True]))
     assert (counts.num_tokens, counts.num_rows) == (15, 3)
 
 
 @pytest.mark.parametrize(("mode", "splits"), list(itertools.product(MODES, [(4, 4), (2,) * 4, (1,) * 8, (1, 2, 5)])))
-def test_e7_micro_batches_add_up_to_the_same_loss_and_gradient(mode: str, splits: tuple[int, ...]) -> None:
+def test_micro_batches_add_up_to_the_same_loss_and_gradient(mode: str, splits: tuple[int, ...]) -> None:
     """One optimizer step made of 2, 4 or 8 accumulated micro-batches, or of unequal ones."""
     draw = torch.Generator().manual_seed(1)
     loss = torch.randn(8, 6, generator=draw, dtype=torch.float64, requires_grad=True)
@@ -88,7 +88,7 @@ def test_e7_micro_batches_add_up_to_the_same_loss_and_gradient(mode: str, splits
     torch.testing.assert_close(accumulated, want, rtol=0, atol=1e-12)
 
 
-def test_e3_a_global_count_is_asked_for_with_more_than_one_rank() -> None:
+def test_a_global_count_is_asked_for_with_more_than_one_rank() -> None:
     loss, mask = torch.ones(2, 3), torch.ones(2, 3)
     with pytest.raises(eq.InvalidInput, match=r"batch_num_tokens.*\b4\b"):
         eq.agg_loss(loss, mask, "token-mean", dp_size=4)
@@ -96,26 +96,26 @@ def test_e3_a_global_count_is_asked_for_with_more_than_one_rank() -> None:
         eq.agg_loss(loss, mask, "seq-mean-token-mean", dp_size=4)
 
 
-def test_e5_the_norm_mode_wants_its_constant() -> None:
+def test_the_norm_mode_wants_its_constant() -> None:
     with pytest.raises(eq.InvalidInput, match=r"loss_scale_factor.*\b0\b"):
         eq.agg_loss(torch.ones(2, 3), torch.ones(2, 3), "seq-mean-token-sum-norm")
 
 
 @pytest.mark.parametrize("width", [100, 200])
-def test_e5_padding_a_batch_wider_changes_nothing(width: int) -> None:
+def test_padding_a_batch_wider_changes_nothing(width: int) -> None:
     loss, mask = torch.full((4, width), float("nan")), torch.zeros(4, width)
     loss[:, :60], mask[:, :60] = 2.0, 1
     total = eq.agg_loss(loss, mask, "seq-mean-token-sum-norm", loss_scale_factor=80)
     assert float(total) == pytest.approx(60 * 2 / 80)
 
 
-def test_e1_micro_batches_of_100_and_900_tokens() -> None:
+def test_micro_batches_of_100_and_900_tokens() -> None:
     parts = [torch.full((1, 100), 0.5, dtype=torch.float64), torch.full((1, 900), 0.3, dtype=torch.float64)]
     shares = [eq.agg_loss(part, torch.ones_like(part), "token-mean", batch_num_tokens=1000) for part in parts]
     assert float(sum(shares)) == pytest.approx(0.32, abs=1e-12)
 
 
-def test_e6_two_ranks_of_100_and_900_tokens_and_the_gradient_average() -> None:
+def test_two_ranks_of_100_and_900_tokens_and_the_gradient_average() -> None:
     """The loss is the parameter times 0.5 or 0.3, so that loss and gradient are both 0.32."""
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
     losses: list[torch.Tensor] = []
@@ -128,13 +128,13 @@ def test_e6_two_ranks_of_100_and_900_tokens_and_the_gradient_average() -> None:
 
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
-def test_e4_unit_losses_of_32_rows_on_4_ranks(mode: str) -> None:
+def test_unit_losses_of_32_rows_on_4_ranks(mode: str) -> None:
     ranks = [torch.ones(8, 1) for _ in range(4)]
     shares = [eq.agg_loss(rank, torch.ones(8, 1), mode, dp_size=4, global_batch_size=32) for rank in ranks]
     assert float(sum(shares)) / 4 == 1.0
 
 
-def test_e10_two_groups_of_10_and_90_tokens() -> None:
+def test_two_groups_of_10_and_90_tokens() -> None:
     loss, mask = torch.zeros(2, 90), torch.ones(2, 90)
     loss[0, :10], mask[0, 10:] = 1.0, 0
     groups = torch.tensor([0, 1])
@@ -143,7 +143,7 @@ def test_e10_two_groups_of_10_and_90_tokens() -> None:
     assert float(eq.group_mean(loss[:1], mask[:1], groups[:1])) == 1.0
 
 
-def test_e10_a_group_spread_over_ranks_and_micro_batches_weighs_the_same() -> None:
+def test_a_group_spread_over_ranks_and_micro_batches_weighs_the_same() -> None:
     draw = torch.Generator().manual_seed(2)
     loss = torch.randn(9, 5, generator=draw, dtype=torch.float64)
     mask = torch.rand(9, 5, generator=draw) < 0.7
@@ -183,7 +183,7 @@ def test_masked_nan_changes_neither_value_nor_gradient(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_i1_an_all_zero_mask_gives_zero(mode: str) -> None:
+def test_an_all_zero_mask_gives_zero(mode: str) -> None:
     loss = torch.randn(2, 3, requires_grad=True)
     total = eq.agg_loss(loss, torch.zeros(2, 3), mode, loss_scale_factor=3)
     (gradient,) = torch.autograd.grad(total, loss)
@@ -203,7 +203,7 @@ def test_e_a_local_mean_would_differ() -> None:
     assert float(right) == pytest.approx(0.32)
 
 
-def test_e3_a_local_mean_has_its_own_name() -> None:
+def test_a_local_mean_has_its_own_name() -> None:
     loss = torch.tensor([[1.0, float("nan")], [4.0, 7.0]], requires_grad=True)
     mean = eq.local_mean(loss, torch.tensor([[1, 0], [1, 1]]))
     (gradient,) = torch.autograd.grad(mean, loss)
@@ -282,7 +282,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("form", ["dense", "jagged"])
-def test_d3_a_padding_row_with_a_mask_of_ones_is_out_of_the_sum_too(form: str) -> None:
+def test_a_padding_row_with_a_mask_of_ones_is_out_of_the_sum_too(form: str) -> None:
     rows = [[1.0, 2.0], [3.0, float("nan")]]
     loss, mask = torch.tensor(rows), torch.ones(2, 2)
     if form == "jagged":
@@ -292,7 +292,7 @@ def test_d3_a_padding_row_with_a_mask_of_ones_is_out_of_the_sum_too(form: str) -
         assert float(found) == (1.5 if mode in ("token-mean", "seq-mean-token-mean") else 3.0)
 
 
-def test_i1_a_row_of_zeros_among_others_adds_nothing() -> None:
+def test_a_row_of_zeros_among_others_adds_nothing() -> None:
     loss = torch.tensor([[1.0, 3.0], [float("nan"), float("inf")]], requires_grad=True)
     for mode in MODES:
         total = eq.agg_loss(loss, torch.tensor([[1, 1], [0, 0]]), mode, loss_scale_factor=1, global_batch_size=2)

@@ -362,7 +362,7 @@ def follow(remedy: str, n: int, settings: Mapping[str, Any], field: str) -> tupl
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_n4_each_remedy_of_a_refusal_works(name: str) -> None:
+def test_each_remedy_of_a_refusal_works(name: str) -> None:
     n, settings, field, value = REFUSED[name]
     with pytest.raises(InfeasiblePlan) as caught:
         plan_step([61] * n, StepSpec(**settings))

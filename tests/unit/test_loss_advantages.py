@@ -51,7 +51,7 @@ def test_outcome_advantages_are_those_of_plain_loops(name: str, with_std: bool) 
 
 @pytest.mark.parametrize("uid", ["pad", "a"])
 @pytest.mark.parametrize("mask", [0, 1])
-def test_d1_a_padding_row_leaves_the_group_mean_at_one_half(uid: str, mask: int) -> None:
+def test_a_padding_row_leaves_the_group_mean_at_one_half(uid: str, mask: int) -> None:
     """Rewards [1, 0] and a padding row, with a uid of its own or, by mistake, the group's."""
     given = eq.AdvantageInputs(
         rewards=torch.tensor([1.0, 0.0, float("nan")]),
@@ -68,7 +68,7 @@ def test_d1_a_padding_row_leaves_the_group_mean_at_one_half(uid: str, mask: int)
     assert (whitened[2] == 0).all()
 
 
-def test_h3_rows_of_a_group_may_lie_anywhere() -> None:
+def test_rows_of_a_group_may_lie_anywhere() -> None:
     order = [6, 2, 0, 5, 3, 1, 4]
     found = eq.compute_advantages("grpo", rows()).advantages
     moved = rows(
@@ -116,7 +116,7 @@ def test_gae_is_the_discounted_sum_over_the_policys_own_tokens(per_token: bool) 
 
 
 @pytest.mark.parametrize("name", list(eq.advantage_estimators))
-def test_i1_without_any_token_advantages_are_zero(name: str) -> None:
+def test_without_any_token_advantages_are_zero(name: str) -> None:
     given = rows(loss_mask=torch.zeros_like(MASK), values=torch.full(MASK.shape, float("nan")))
     found = eq.compute_advantages(name, given)
     assert (found.advantages == 0).all()

@@ -158,7 +158,7 @@ def test_what_a_setting_needs_must_be_there() -> None:
         inputs(log_prob, mask, advantages=torch.ones(3))
 
 
-def test_e3_more_than_one_rank_wants_global_denominators() -> None:
+def test_more_than_one_rank_wants_global_denominators() -> None:
     log_prob, mask = drawn()
     for mode in ("token-mean", "token-sum", "seq-mean-token-mean"):
         with pytest.raises(eq.InvalidInput, match=r"denominators.*\b2\b"):
