@@ -47,17 +47,22 @@ ONE_STEP = [
     "actor_rollout_ref.actor.use_kl_loss=True",
 ]
 RUNS: dict[str, tuple[int, list[str]]] = {
-    "grpo": (2, ["trainer.val_before_train=True", "trainer.test_freq=2"]),
-    "padded rows": (2, ["actor_rollout_ref.model.use_remove_padding=False"]),
+    # one mini-batch a step, so that the order of the prompts, which is random, makes no difference
+    "grpo": (
+        2,
+        [
+            *ONE_STEP,
+            "actor_rollout_ref.model.use_remove_padding=False",
+            "trainer.val_before_train=True",
+            "trainer.test_freq=2",
+        ],
+    ),
+    "exact loss+": (2, [*ON, *ONE_STEP, "equipoise.loss=exact"]),
     "grpo+": (
         2,
         [*ON[1:], "trainer.val_before_train=True", "trainer.save_freq=2", "trainer.default_local_dir=checkpoints"],
     ),
-    "ppo": (2, PPO),
     "ppo+": (2, [*ON[1:], *PPO]),
-    # one mini-batch a step, so that the order of the prompts, which is random, makes no difference
-    "verl's loss+": (2, [*ON, *ONE_STEP]),
-    "exact loss+": (2, [*ON, *ONE_STEP, "equipoise.loss=exact"]),
     # 6 prompts × 4 rows against mini-batches of 16 rows: 8 padding rows; and requests that move between 4 replicas
     "padding+": (
         4,
@@ -150,14 +155,6 @@ def test_the_actor_gives_samples_the_probabilities_they_were_drawn_with(pool: di
     assert max(differences) < 1e-6  # step 2 was sampled with weights that went over to the servers
 
 
-def test_padded_rows_train_alike_and_the_samples_repeat(pool: dict[str, Future[Completed]]) -> None:
-    packed, padded = finished(pool, "grpo"), finished(pool, "padded rows")
-    assert padded.series("response_length/mean") == packed.series("response_length/mean")
-    assert padded.series("critic/score/mean") == packed.series("critic/score/mean")
-    assert padded.series("actor/grad_norm") == pytest.approx(packed.series("actor/grad_norm"), rel=1e-4)
-    assert padded.series("actor/pg_loss") == pytest.approx(packed.series("actor/pg_loss"), abs=1e-5)
-
-
 @pytest.mark.parametrize("name", [name for name in RUNS if name.endswith("+")])
 def test_steps_are_planned_and_carried_out(pool: dict[str, Future[Completed]], name: str) -> None:
     run = finished(pool, name)
@@ -171,28 +168,25 @@ def test_steps_are_planned_and_carried_out(pool: dict[str, Future[Completed]], n
         assert rows == list(range(len(record["lengths"])))
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_without_the_node_nothing_is_attached(pool: dict[str, Future[Completed]], name: str) -> None:
-    run = finished(pool, name)
+def test_without_the_node_nothing_is_attached(pool: dict[str, Future[Completed]]) -> None:
+    run = finished(pool, "grpo")
     assert "equipoise:" not in run.log.read_text(errors="replace")
     assert not any(key.startswith("equipoise") for row in run.metrics for key in row)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "ppo"])
-def test_training_goes_the_same_way_with_and_without(pool: dict[str, Future[Completed]], kind: str) -> None:
-    """The first step starts from the same weights and prompts: rewards and lengths agree, and so does the update."""
-    plain, planned = training(finished(pool, kind)), training(finished(pool, f"{kind}+"))
+def test_the_first_step_samples_the_same_with_and_without(pool: dict[str, Future[Completed]]) -> None:
+    plain, planned = training(finished(pool, "grpo")), training(finished(pool, "grpo+"))
     for key in ("critic/rewards/mean", "response_length/mean", "prompt_length/mean"):
         assert planned[0][key] == pytest.approx(plain[0][key], rel=1e-6), key
-    assert planned[0]["actor/grad_norm"] == pytest.approx(plain[0]["actor/grad_norm"], rel=0.5)
 
 
-def test_an_exact_loss_trains_as_verls_does(pool: dict[str, Future[Completed]]) -> None:
-    verls, exact = training(finished(pool, "verl's loss+")), training(finished(pool, "exact loss+"))
+def test_a_plan_packed_rows_and_an_exact_loss_train_as_verl_does(pool: dict[str, Future[Completed]]) -> None:
+    verls, exact = training(finished(pool, "grpo")), training(finished(pool, "exact loss+"))
     for one, other in zip(verls, exact, strict=True):
-        assert other["response_length/mean"] == one["response_length/mean"]
+        for key in ("response_length/mean", "critic/score/mean"):
+            assert other[key] == pytest.approx(one[key], rel=1e-6), key
         for key in ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "actor/entropy_loss"):
-            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
+            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
 
 
 def test_ppo_updates_critic_and_actor_by_plans_of_their_own(pool: dict[str, Future[Completed]]) -> None:

@@ -57,6 +57,7 @@ class Harness:
         self.stub = tmp_path / "stub.py"
         self.stub.write_text(STUB)
         self.out = io.StringIO()
+        self.strangers = set(psutil.Process().children(recursive=True))  # of earlier tests: a fork server stays
 
     def run(self, ending: str) -> int:
         def command(*_: object, folder: Path, **__: object) -> list[str]:
@@ -72,7 +73,8 @@ class Harness:
         return json.loads((self.outputs / "latest" / "summary.json").read_text())
 
     def left_behind(self) -> list[psutil.Process]:
-        return [process for process in psutil.Process().children(recursive=True) if process.is_running()]
+        now = psutil.Process().children(recursive=True)
+        return [process for process in now if process not in self.strangers and process.is_running()]
 
 
 @pytest.fixture
