@@ -26,7 +26,7 @@ class View:
     title: str
     task: str
     phase: str
-    """What is going on, in words."""
+    """What is going on, for people to read."""
     steps: Sequence[Step]
     num_steps: int
     fraction: float

@@ -15,9 +15,9 @@ class Preset:
 
     name: str
     title: str
-    """The model in words."""
+    """How the model is called in titles."""
     task: str
-    """What is asked and what earns a reward, in words."""
+    """What is asked and what earns a reward, for people to read."""
     steps: int
     train_batch_size: int
     """Prompts a step."""

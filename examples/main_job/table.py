@@ -14,7 +14,7 @@ from examples.main_job.steps import Step
 
 CAPTION = (
     "over bound: what a step costs where both ranks meet at every micro-batch, over the least that any plan could "
-    "cost (1.00); verl 0.9.1: its own functions on the same lengths. foreseen: the planned cost times the seconds "
+    "cost (1.00); verl 0.9.1: its own functions on the same lengths. predicted: the planned cost times the seconds "
     "per unit of cost of this run's earlier steps."
 )
 _BLANK = "–"
@@ -45,7 +45,7 @@ _COLUMNS = (
     _Column(head="response\nmin/mean/max", name="response min/mean/max", cell=lambda s: _lengths(s)),
     _Column(head="over\nbound,\nverl", name="over bound, verl 0.9.1", cell=lambda s: _number(s.over_bound_verl, 3)),
     _Column(head="over\nbound,\nplan", name="over bound, as planned", cell=lambda s: _number(s.over_bound, 3)),
-    _Column(head="update,\nforeseen\n(s)", name="update foreseen (s)", cell=lambda s: _number(s.predicted_s, 1)),
+    _Column(head="update,\npredicted\n(s)", name="update predicted (s)", cell=lambda s: _number(s.predicted_s, 1)),
     _Column(head="update,\nmeasured\n(s)", name="update measured (s)", cell=lambda s: _number(s.update_s, 1)),
     _Column(head="step\n(s)", name="step (s)", cell=lambda s: _number(s.metric("timing_s/step"), 1)),
 )

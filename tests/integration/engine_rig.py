@@ -178,7 +178,7 @@ def recorded_micro_batches() -> Any:
 
     engine: Any = transformer_impl
 
-    from equipoise.trainer_hooks.on_verl.worker.micro_batches import row_lengths
+    from equipoise.training.batch import token_lengths
 
     calls: list[list[list[int]]] = []
     inner = engine.prepare_micro_batches
@@ -186,7 +186,7 @@ def recorded_micro_batches() -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         micro_batches, indices = inner(*args, **kwargs)
         # by index: timed micro-batches are for the engine to go through
-        calls.append([row_lengths(micro_batches[i]) for i in range(len(micro_batches))])
+        calls.append([token_lengths(micro_batches[i]).tolist() for i in range(len(micro_batches))])
         return micro_batches, indices
 
     engine.prepare_micro_batches = call

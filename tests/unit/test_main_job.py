@@ -63,7 +63,7 @@ def test_a_step_joins_its_plan_and_its_metrics(ledger: Ledger):
     assert len(ledger.done) == 2
 
 
-def test_an_update_is_foreseen_from_the_steps_before_it_alone(ledger: Ledger):
+def test_an_update_is_predicted_from_the_steps_before_it_alone(ledger: Ledger):
     assert [step.predicted_s for step in ledger.steps] == [None, 2.0, 3.0]
 
 
@@ -90,7 +90,7 @@ def test_the_table_has_a_line_a_step_and_dashes_for_what_is_not_known(ledger: Le
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert rows[0][:4] == ["step", "reward", "rows", "tokens"]
     assert [row[0] for row in rows[2:]] == ["1", "2", "3"]
-    assert rows[2][rows[0].index("update foreseen (s)")] == "–"
+    assert rows[2][rows[0].index("update predicted (s)")] == "–"
     assert rows[3][rows[0].index("response min/mean/max")] == "3/10/30"
     assert rows[4][rows[0].index("reward")] == "–"
     assert "earlier steps" in lines[-1]

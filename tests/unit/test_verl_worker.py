@@ -18,6 +18,7 @@ import equipoise as eq
 from equipoise.trainer_hooks.on_verl._patches import WIRE_KEY
 from equipoise.trainer_hooks.on_verl.wire import encode, wire_of, wire_of_counts
 from equipoise.trainer_hooks.on_verl.worker import micro_batches as hook
+from equipoise.training.batch import token_lengths
 from equipoise.wire import WireError
 
 LENGTHS = [9, 4, 7, 2, 5, 8, 6, 2]
@@ -81,7 +82,7 @@ def test_an_update_runs_the_planned_micro_batches(step: int) -> None:
     lengths = mini_batch(plan, step)
     found, ids, count = prepare(batch_of(lengths, message, everyones=lengths))
     want = [[LENGTHS[row] for row in rows] for rows in plan.micro_batches(0)[step]]
-    assert [hook.row_lengths(micro_batch) for micro_batch in found] == want
+    assert [token_lengths(micro_batch).tolist() for micro_batch in found] == want
     assert [row for rows in ids for row in rows] == list(range(4))
     assert count == plan.num_real_rows[step]
 
@@ -90,7 +91,7 @@ def test_a_pass_runs_the_planned_micro_batches() -> None:
     plan, message = planned(1)
     lengths = mini_batch(plan, 0)
     found, ids, count = prepare(batch_of(lengths, message, everyones=None))
-    assert [hook.row_lengths(micro_batch) for micro_batch in found] == [
+    assert [token_lengths(micro_batch).tolist() for micro_batch in found] == [
         [LENGTHS[row] for row in rows] for rows in plan.micro_batches(0)[0]
     ]
     assert len(ids) == plan.sizes[0].shape[1]

@@ -44,7 +44,7 @@ def table(comparison: Comparison) -> Table:
 
 
 def summary(comparison: Comparison) -> list[str]:
-    """What ours does against the recipe and against not moving, in words."""
+    """Sentences that compare ours with the recipe and with not moving."""
     ours, recipe = comparison.seconds("ours"), comparison.seconds("recipe")
     bytes_ours, bytes_recipe = comparison.kv_bytes("ours"), comparison.kv_bytes("recipe")
     lines = [f"Ours against the recipe: {_change(ours, recipe)} time, {_change(bytes_ours, bytes_recipe)} KV bytes."]

@@ -130,7 +130,7 @@ class StepPlanner:
         metrics.update(self.fit.observe(calls, known.cost))
 
     def _message(self, stage: Stage, batch: Any, metrics: dict[str, Any], known: StepRows) -> bytes | None:
-        """Reorder ``batch`` for the stage and return what its workers need to know; None for nothing."""
+        """Reorder ``batch`` for the stage and return the message for its workers; None if they need none."""
         started = time.perf_counter()
         settings = self.stages.settings(stage)
         if settings.shuffle and self.stages.balances():

@@ -8,13 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from equipoise._arrays import BoolArray, IntArray
 from equipoise.planning.step import StepPlan
 from equipoise.planning.workload import CostModel
-
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 
 class StepRows:

@@ -25,7 +25,7 @@ from equipoise.together import gather_numbers
 from equipoise.trainer_hooks.on_verl._patches import WIRE_KEY
 from equipoise.trainer_hooks.on_verl.wire import WirePlan, checksum, decode
 from equipoise.trainer_hooks.on_verl.worker.clock import timed
-from equipoise.training.batch import consecutive, cut_rows
+from equipoise.training.batch import consecutive, cut_rows, token_lengths
 
 logger = logging.getLogger("equipoise")
 _warned: set[str] = set()
@@ -124,14 +124,6 @@ def prepare_planned(
     return (timed(data, micro_batches, step) if wire.timed else micro_batches), indices
 
 
-def row_lengths(data: Any) -> list[int]:
-    """Real tokens of each row, whatever the padded width."""
-    ids = data["input_ids"]
-    if ids.is_nested:
-        return ids.offsets().diff().tolist()
-    return data["attention_mask"].sum(-1).tolist()
-
-
 def _step_of_update(wire: WirePlan, everyones: Sequence[int], call: _Call) -> int:
     """The mini-batch that these rows are, from the lengths of all ranks' rows."""
     if call.world != wire.dp_size:
@@ -151,7 +143,7 @@ def _step_of_pass(message: object, data: Any, call: _Call) -> tuple[WirePlan, in
         plans.append(wire)
         if call.world != wire.dp_size:
             return (_OTHER_RANKS,)
-        found = np.flatnonzero(wire.checksums[call.rank] == checksum(row_lengths(data)))
+        found = np.flatnonzero(wire.checksums[call.rank] == checksum(token_lengths(data)))
         return (int(found[0]) if found.size else _OTHER_ROWS,)
 
     group = None if call.world == 1 else call.dp_group

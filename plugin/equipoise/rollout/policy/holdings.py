@@ -56,7 +56,7 @@ class Holdings:
     def expected(self) -> FloatArray:
         """Expected remaining tokens; a request of which nothing is known is expected to double.
 
-        Response lengths have a heavy tail, under which what has lasted long is to last long (Lindy's law).
+        Response lengths have a heavy tail: the longer a request has run, the longer it still will (Lindy's law).
         """
         unknown = np.isnan(self.remaining)
         return np.where(unknown, np.maximum(self.num_tokens, 1), self.remaining) if unknown.any() else self.remaining

@@ -2,7 +2,7 @@
 
 from equipoise.training.batch.cut import consecutive, cut_rows, join_outputs, restore
 from equipoise.training.batch.padding import pad_batch, padding_row
-from equipoise.training.batch.reorder import num_rows, reorder, row_lengths
+from equipoise.training.batch.reorder import num_rows, reorder, row_lengths, token_lengths
 
 __all__ = [
     "consecutive",
@@ -14,4 +14,5 @@ __all__ = [
     "reorder",
     "restore",
     "row_lengths",
+    "token_lengths",
 ]

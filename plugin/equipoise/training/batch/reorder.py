@@ -78,6 +78,27 @@ def row_lengths(name: str, column: torch.Tensor) -> list[int]:
     return (cast(Any, column).offsets().diff() if lengths is None else lengths).tolist()
 
 
+def token_lengths(data: TensorDict) -> IntArray:
+    """Real tokens of each row, shape (rows,), whatever the padded width.
+
+    Raises:
+        InvalidInput: no ``input_ids``, or dense ones without an ``attention_mask``.
+    """
+    if num_rows(data) == 0:
+        return np.zeros(0, dtype=np.int64)
+    ids = data.get("input_ids", None)
+    if not isinstance(ids, torch.Tensor):
+        raise InvalidInput(must("data", "have a tensor 'input_ids'", sorted(map(str, data.keys())), "add it"))
+    if ids.is_nested:
+        return np.asarray(row_lengths("input_ids", ids), dtype=np.int64)
+    mask = data.get("attention_mask", None)
+    if not isinstance(mask, torch.Tensor):
+        got = f"dense input_ids of shape {tuple(ids.shape)}"
+        raise InvalidInput(must("data", "have jagged input_ids or an attention_mask", got, "pass real rows"))
+    lengths = rows_of("attention_mask", mask.sum(-1)) if mask.is_nested else mask.sum(-1)
+    return np.asarray([int(length) for length in lengths], dtype=np.int64)
+
+
 def stack(values: Sequence[Any]) -> Any:
     """One non-tensor value a row (tensordict's own constructor is abstract to a type checker)."""
     return cast(Any, NonTensorStack)(*values)

@@ -20,9 +20,9 @@ from equipoise.errors import InfeasiblePlan, InvalidInput, must
 from equipoise.planning.partition import pack
 from equipoise.planning.partition.pack import round_up
 from equipoise.planning.step.result import StepPlan
-from equipoise.training.batch import consecutive, cut_rows, join_outputs
+from equipoise.training.batch import consecutive, cut_rows, join_outputs, token_lengths
 from equipoise.training.batch.cut import Outputs
-from equipoise.training.batch.reorder import num_rows, row_lengths, rows_of
+from equipoise.training.batch.reorder import num_rows
 from equipoise.training.engine.agreement import CAP, Ask, Need, agree, checksum, raise_shortage
 
 _FILLER_TOKENS = 2
@@ -147,27 +147,6 @@ def agreed_micro_batches(data: TensorDict, ask: Callable[[], Ask], *, group: Any
 def weightless(count: int) -> MicroBatches:
     """As many micro-batches of zero weight: what a rank runs where its own rows are unfit and the others go on."""
     return MicroBatches([_filler(None) for _ in range(count)], [np.zeros(0, dtype=np.int64)] * count)
-
-
-def token_lengths(data: TensorDict) -> IntArray:
-    """Real tokens of each row, shape (rows,), whatever the padded width.
-
-    Raises:
-        InvalidInput: no ``input_ids``, or dense ones without an ``attention_mask``.
-    """
-    if num_rows(data) == 0:
-        return np.zeros(0, dtype=np.int64)
-    ids = data.get("input_ids", None)
-    if not isinstance(ids, torch.Tensor):
-        raise InvalidInput(must("data", "have a tensor 'input_ids'", sorted(map(str, data.keys())), "add it"))
-    if ids.is_nested:
-        return np.asarray(row_lengths("input_ids", ids), dtype=np.int64)
-    mask = data.get("attention_mask", None)
-    if not isinstance(mask, torch.Tensor):
-        got = f"dense input_ids of shape {tuple(ids.shape)}"
-        raise InvalidInput(must("data", "have jagged input_ids or an attention_mask", got, "pass real rows"))
-    lengths = rows_of("attention_mask", mask.sum(-1)) if mask.is_nested else mask.sum(-1)
-    return np.asarray([int(length) for length in lengths], dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)

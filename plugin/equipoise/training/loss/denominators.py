@@ -46,7 +46,7 @@ class LossDenominators:
 
         Args:
             loss_mask: shape (rows, width), or jagged; nonzero where a token counts.
-            is_padding: shape (rows,); padding rows count for nothing, whatever their mask.
+            is_padding: shape (rows,); padding rows are not counted, whatever their mask.
             segment_ids: shape (rows, width), for rows that hold several sequences; 0 for none.
             group: process group of the data-parallel ranks; None for this process alone.
 

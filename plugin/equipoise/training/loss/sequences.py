@@ -60,7 +60,7 @@ def sequences_of(
             token counts.
         segment_ids: shape (rows, width), for rows that hold several sequences: equal within a sequence, 0 for none. The
             same number in another row is another sequence.
-        is_padding: shape (rows,); True for rows that count for nothing, whatever their mask.
+        is_padding: shape (rows,); True for rows that are not counted, whatever their mask.
 
     Raises:
         InvalidInput: shapes that do not fit, or segment ids beside a jagged mask.
