@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from equipoise._arrays import FloatArray, IntArray, counts, sums
+from equipoise._arrays import FloatArray, IntArray, counts, members, sums
 from equipoise._checks import as_vector, positive
 from equipoise.errors import InfeasiblePlan, InvalidInput, must
 from equipoise.planning.partition import greedy, karmarkar_karp
@@ -85,9 +85,29 @@ def partition(
         part = _divide(algorithm, values, k, equal_size=equal_size)
     else:
         part = _divide_groups(algorithm, values, k, equal_size=equal_size, group_ids=group_ids)
-    order = np.argsort(part, kind="stable")
-    parts = np.split(order, np.cumsum(counts(part, k))[:-1])
-    return sorted(parts, key=lambda rows: int(rows[0]))
+    return sorted(members(part, k), key=lambda rows: int(rows[0]))
+
+
+def group_numbers(group_ids: Any, n: int) -> IntArray:
+    """Groups numbered in the order in which they arrive, shape (n,); ids may be anything hashable.
+
+    Raises:
+        InvalidInput: not one id for each row, or an id that cannot be hashed.
+
+    >>> group_numbers(["b", "a", "b"], 3).tolist()
+    [0, 1, 0]
+    """
+    remedy = "pass one id per row, such as the uid of its prompt"
+    try:
+        ids: list[Any] = group_ids.tolist() if hasattr(group_ids, "tolist") else list(group_ids)
+        number: dict[Any, int] = {}
+        group = np.array([number.setdefault(name, len(number)) for name in ids], dtype=np.int64)
+    except TypeError as error:
+        rule = "be one hashable id for each row"
+        raise InvalidInput(must("group_ids", rule, type(group_ids).__name__, f"{remedy} ({error})")) from error
+    if group.shape != (n,):
+        raise InvalidInput(must("group_ids", f"have shape {(n,)}", group.shape, remedy))
+    return group
 
 
 def checked_weights(weights: Any) -> FloatArray:
@@ -131,16 +151,12 @@ def _divide(algorithm: str, values: FloatArray, k: int, *, equal_size: bool) -> 
 
 
 def _divide_groups(algorithm: str, values: FloatArray, k: int, *, equal_size: bool, group_ids: Any) -> IntArray:
-    """Groups, numbered as they arrive, are divided as rows of their total weight."""
-    ids = as_vector("group_ids", group_ids, "pass one id per row")
-    if ids.shape != values.shape:
-        raise InvalidInput(must("group_ids", f"have shape {values.shape}", ids.shape, "pass one id per row"))
-    number: dict[Any, int] = {}
-    group = np.array([number.setdefault(name, len(number)) for name in ids.tolist()], dtype=np.int64)
-    if k > len(number):
-        rule = f"be at most the number of groups, {len(number)}"
-        raise InfeasiblePlan(must("k", rule, k, f"use k <= {len(number)} or do not keep groups whole"))
-    size = counts(group, len(number))
+    """Groups are divided as rows of their total weight."""
+    group = group_numbers(group_ids, values.size)
+    size = counts(group, 1)
+    if k > size.size:
+        rule = f"be at most the number of groups, {size.size}"
+        raise InfeasiblePlan(must("k", rule, k, f"use k <= {size.size} or do not keep groups whole"))
     if equal_size and ((size != size[0]).any() or size.size % k):
         raise InfeasiblePlan(
             must(

@@ -7,12 +7,10 @@ fills the micro-batches: rows change micro-batch on their rank only, or groups t
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, iota, sums
-from equipoise.errors import InvalidInput, must
 from equipoise.planning.partition import karmarkar_karp
 from equipoise.planning.partition.shares import level_shares, share_out
 from equipoise.planning.step.composition import mini_batch_rows
@@ -22,28 +20,6 @@ from equipoise.planning.step.pieces import Pieces
 from equipoise.planning.step.spec import StepSpec
 
 _MORE_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of padding, tried for the text of an error
-
-
-def group_numbers(group_ids: Any, n: int) -> IntArray:
-    """Groups numbered in the order in which they arrive, shape (n,); ids may be anything hashable.
-
-    Raises:
-        InvalidInput: not one id for each row, or an id that cannot be hashed.
-
-    >>> group_numbers(["b", "a", "b"], 3).tolist()
-    [0, 1, 0]
-    """
-    remedy = "pass one id per row, such as the uid of its prompt"
-    try:
-        ids: list[Any] = group_ids.tolist() if hasattr(group_ids, "tolist") else list(group_ids)
-        number: dict[Any, int] = {}
-        group = np.array([number.setdefault(name, len(number)) for name in ids], dtype=np.int64)
-    except TypeError as error:
-        rule = "be one hashable id for each row"
-        raise InvalidInput(must("group_ids", rule, type(group_ids).__name__, f"{remedy} ({error})")) from error
-    if group.shape != (n,):
-        raise InvalidInput(must("group_ids", f"have shape {(n,)}", group.shape, remedy))
-    return group
 
 
 def kept_whole(

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, iota, sums
+from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, iota, members, sums
 from equipoise.planning.partition.bounds import mini_batch_bound
 from equipoise.planning.step.spec import StepSpec
 from equipoise.planning.workload.padded import MicroBatchCost, micro_batch_cost
@@ -68,8 +68,8 @@ class Layout:
         model, tokens = self.mini.padded, self.mini.tokens
         if model is None:
             return sums(self.cell, self.mini.cost, self.num_cells)
-        rows = np.split(np.argsort(self.cell, kind="stable"), np.cumsum(counts(self.cell, self.num_cells))[:-1])
-        return np.array([micro_batch_cost(model, tokens[mine]) if mine.size else 0.0 for mine in rows])
+        cells = members(self.cell, self.num_cells)
+        return np.array([micro_batch_cost(model, tokens[rows]) if rows.size else 0.0 for rows in cells])
 
     def loads(self) -> FloatArray:
         """Cost of each cell, shape (num_columns, dp_size)."""
@@ -88,16 +88,17 @@ class Layout:
         cost = self.lockstep() if spec.objective == "lockstep" else self.rank()
         return cost + spec.micro_batch_overhead * self.num_columns
 
-    def crowded_tokens(self) -> int:
-        """Tokens, with padding where rows are padded, of the fullest cell that holds more than one row; else 0."""
-        rows = counts(self.cell, self.num_cells)
+    def tokens(self) -> IntArray:
+        """Tokens of each cell, with padding where rows are padded, shape (num_cells,)."""
         if self.mini.padded is None:
-            tokens = int_sums(self.cell, self.mini.tokens, self.num_cells)
-        else:
-            tokens = np.zeros(self.num_cells, dtype=np.int64)
-            np.maximum.at(tokens, self.cell, self.mini.tokens)
-            tokens *= rows
-        return int(np.where(rows > 1, tokens, 0).max())
+            return int_sums(self.cell, self.mini.tokens, self.num_cells)
+        longest = np.zeros(self.num_cells, dtype=np.int64)
+        np.maximum.at(longest, self.cell, self.mini.tokens)
+        return longest * counts(self.cell, self.num_cells)
+
+    def crowded_tokens(self) -> int:
+        """Tokens of the fullest cell that holds more than one row; else 0."""
+        return int(np.where(counts(self.cell, self.num_cells) > 1, self.tokens(), 0).max())
 
     def legal(self, cap: int | None) -> bool:
         """No cell is empty, and none is above the cap but for lone rows."""
@@ -106,16 +107,14 @@ class Layout:
         return cap is None or self.crowded_tokens() <= cap
 
 
-def dispatch_order(
-    layouts: list[Layout], members: list[IntArray], *, sort_columns: bool
-) -> tuple[IntArray, tuple[IntArray, ...]]:
+def dispatch_order(layouts: list[Layout], rows: list[IntArray]) -> tuple[IntArray, tuple[IntArray, ...]]:
     """Row ids rank-major, then mini-batch, then micro-batch; and the rows of each micro-batch.
+
+    The costliest micro-batch of a mini-batch runs first, so that a step that would run out of memory does so at once.
 
     Args:
         layouts: one for each mini-batch.
-        members: row ids of each mini-batch, as the layout counts them.
-        sort_columns: the costliest micro-batch of a mini-batch runs first, so that a step that would run out of memory
-            does so at once.
+        rows: row ids of each mini-batch, as the layout counts them.
 
     Returns:
         The order, shape (n,), and for each mini-batch an array of shape (dp_size, micro-batches); all read-only.
@@ -126,13 +125,12 @@ def dispatch_order(
     for layout in layouts:
         ranks, columns = layout.mini.dp_size, layout.num_columns
         place = iota(columns)
-        if sort_columns:
-            place[np.argsort(-layout.loads().max(axis=1), kind="stable")] = iota(columns)
+        place[np.argsort(-layout.loads().max(axis=1), kind="stable")] = iota(columns)
         rank_of.append(layout.cell % ranks)
         place_of.append(place[layout.cell // ranks])
         sizes.append(counts(rank_of[-1] * columns + place_of[-1], ranks * columns).reshape(ranks, columns))
-    row = np.concatenate(members)
-    step = np.repeat(iota(len(members)), [rows.size for rows in members])
+    row = np.concatenate(rows)
+    step = np.repeat(iota(len(rows)), [ids.size for ids in rows])
     order = row[np.lexsort((row, np.concatenate(place_of), step, np.concatenate(rank_of)))]
     for array in (order, *sizes):
         array.flags.writeable = False

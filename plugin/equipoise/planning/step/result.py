@@ -7,10 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
-from equipoise._arrays import FloatArray, IntArray, int_sums, iota, sums
+from equipoise._arrays import IntArray
 from equipoise.errors import InvalidInput, must
+from equipoise.planning.step.layout import Layout
 from equipoise.planning.step.spec import StepSpec
-from equipoise.planning.workload.padded import MicroBatchCost, micro_batch_cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,26 @@ class PlanStats:
     max_tokens: int
     num_micro_batches: int
     num_padding: int
+
+    @classmethod
+    def of(cls, layouts: list[Layout], tight_bound: float) -> PlanStats:
+        """Figures of these layouts, one for each mini-batch, given the sum of the mini-batches' tight bounds.
+
+        Where rows are padded, ideal and bounds are those of the rows' own costs: padded together they cost no less.
+        """
+        minis = [layout.mini for layout in layouts]
+        means = [float(mini.cost.sum()) / mini.dp_size for mini in minis]
+        bound = sum(max(mean, float(mini.cost.max())) for mean, mini in zip(means, minis, strict=True))
+        return cls(
+            lockstep_cost=sum(layout.lockstep() for layout in layouts),
+            rank_cost=sum(layout.rank() for layout in layouts),
+            bound=bound,
+            tight_bound=max(bound, tight_bound),
+            ideal=sum(means),
+            max_tokens=max(int(layout.tokens().max()) for layout in layouts),
+            num_micro_batches=sum(layout.num_columns for layout in layouts),
+            num_padding=sum(int(mini.padding.sum()) for mini in minis),
+        )
 
     @property
     def efficiency(self) -> float:
@@ -138,56 +158,3 @@ class StepPlan:
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.dp_size:
             raise InvalidInput(must("rank", f"be from 0 to {self.dp_size - 1}", rank, "pass a data-parallel rank"))
-
-
-def measure(
-    cost: FloatArray,
-    lengths: IntArray,
-    order: IntArray,
-    sizes: tuple[IntArray, ...],
-    *,
-    num_padding: int,
-    tight_bound: float,
-    padded: MicroBatchCost | None = None,
-) -> PlanStats:
-    """Cost of the rows laid out as ``order`` and ``sizes`` say.
-
-    Args:
-        cost: cost of each row, shape (n,).
-        lengths: tokens of each row, shape (n,).
-        order: dispatch order, shape (n,).
-        sizes: as in :class:`StepPlan`.
-        num_padding: padding rows among them.
-        tight_bound: of the mini-batches, whatever their layout.
-        padded: model of a micro-batch whose rows are padded to the longest one; None for the sum of its rows. Ideal and
-            bounds are those of the rows' own costs all the same: padded together they cost no less.
-    """
-    by_rank = np.concatenate(sizes, axis=1)  # (dp, all micro-batches); row-major it is the dispatch order
-    micro = np.repeat(iota(by_rank.size), by_rank.ravel())
-    own = loads = sums(micro, cost[order], by_rank.size).reshape(by_rank.shape)
-    tokens = int_sums(micro, lengths[order], by_rank.size)
-    if padded is not None:
-        cells = np.split(lengths[order], np.cumsum(by_rank.ravel())[:-1])
-        costs = [micro_batch_cost(padded, rows) if rows.size else 0.0 for rows in cells]
-        loads = np.array(costs).reshape(by_rank.shape)
-        tokens = np.array([rows.size * int(rows.max(initial=0)) for rows in cells])
-    step_of_column = np.repeat(iota(len(sizes)), [part.shape[1] for part in sizes])
-    longest = np.zeros(len(sizes))
-    np.maximum.at(longest, step_of_column[micro % by_rank.shape[1]], cost[order])
-    rank_cost = bound = ideal = 0.0
-    for j in range(len(sizes)):
-        totals = loads[:, step_of_column == j].sum(axis=1)
-        mean = float(own[:, step_of_column == j].sum(axis=1).mean())
-        rank_cost += float(totals.max())
-        ideal += mean
-        bound += max(mean, float(longest[j]))
-    return PlanStats(
-        lockstep_cost=float(loads.max(axis=0).sum()),
-        rank_cost=rank_cost,
-        bound=bound,
-        tight_bound=max(bound, tight_bound),
-        ideal=ideal,
-        max_tokens=int(tokens.max()),
-        num_micro_batches=by_rank.shape[1],
-        num_padding=num_padding,
-    )

@@ -5,7 +5,7 @@ What is laid out, and which changes are allowed, is told by :class:`equipoise.pl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -108,50 +108,47 @@ def _roomiest(pieces: Pieces, spec: StepSpec) -> Layout | None:
 # -- search -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Effort:
-    """What the search of each mini-batch may spend: swaps looked at by exact steps, and kicks of a small one."""
-
-    swaps: int
-    kicks: int
-
-    @classmethod
-    def of(cls, candidates: list[list[Pieces]]) -> _Effort:
-        """Much the same time for any batch up to 2048 rows, then by the square root of the rows."""
-        rows = sum(pieces[0].mini.cost.size for pieces in candidates)
-        swaps = int(_EXACT_SWAPS * max(1.0, rows / 2048) ** 0.5)
-        return cls(swaps=swaps // len(candidates), kicks=_KICKS // len(candidates))
-
-
 def _refined(candidates: list[list[Pieces]], spec: StepSpec) -> list[Layout | None]:
-    """Search in the fewest columns that may work, then in more of them for those that do not fit."""
+    """Search in the fewest columns that may work, then in more of them for those that do not fit.
+
+    Mini-batches of one shape are searched together, in much the same time for any batch up to 2048 rows, and beyond in
+    time that grows with the square root of the rows.
+    """
     if candidates[0][0].mini.padded is not None:
         return [tiers.searched(pieces[0].mini, spec, len(candidates)) for pieces in candidates]
+    rows = sum(pieces[0].mini.cost.size for pieces in candidates)
+    max_swaps = int(_EXACT_SWAPS * max(1.0, rows / 2048) ** 0.5) // len(candidates)
+    num_kicks = _KICKS // len(candidates)
     found: list[Layout | None] = [None] * len(candidates)
-    at = [0] * len(candidates)
-    columns = [fewest_columns(pieces[0].board, spec) for pieces in candidates]
-    effort = _Effort.of(candidates)
-    waiting = list(range(len(candidates)))
+    waiting = {j: _attempts(pieces, spec) for j, pieces in enumerate(candidates)}
     while waiting:
-        shapes: dict[tuple[int, int], list[int]] = {}
-        for j in waiting:
-            while at[j] < len(candidates[j]) and columns[j] > most_columns(candidates[j][at[j]].board, spec):
-                at[j] += 1  # the groups shared out in another way
-                columns[j] = fewest_columns(candidates[j][min(at[j], len(candidates[j]) - 1)].board, spec)
-            if at[j] < len(candidates[j]):
-                shapes.setdefault((columns[j], candidates[j][at[j]].board.cost.size), []).append(j)
-        waiting = []
+        shapes: dict[tuple[int, int], dict[int, Pieces]] = {}
+        for j in list(waiting):
+            pieces, num_columns = next(waiting[j], (None, 0))
+            if pieces is None:
+                del waiting[j]
+            else:
+                shapes.setdefault((num_columns, pieces.board.cost.size), {})[j] = pieces
         for (num_columns, _), alike in shapes.items():
-            layouts = _search_together([candidates[j][at[j]] for j in alike], num_columns, spec, effort)
+            layouts = _search_together(list(alike.values()), num_columns, spec, max_swaps, num_kicks)
             for j, layout in zip(alike, layouts, strict=True):
-                found[j] = layout
-                if layout is None:
-                    columns[j] += spec.micro_batch_multiple
-                    waiting.append(j)
+                if layout is not None:
+                    found[j] = layout
+                    del waiting[j]
     return found
 
 
-def _search_together(pieces: list[Pieces], num_columns: int, spec: StepSpec, effort: _Effort) -> list[Layout | None]:
+def _attempts(candidates: list[Pieces], spec: StepSpec) -> Iterator[tuple[Pieces, int]]:
+    """Pieces and a number of columns to try, until one succeeds."""
+    for pieces in candidates:
+        least, most = fewest_columns(pieces.board, spec), most_columns(pieces.board, spec)
+        for num_columns in range(least, most + 1, spec.micro_batch_multiple):
+            yield pieces, num_columns
+
+
+def _search_together(
+    pieces: list[Pieces], num_columns: int, spec: StepSpec, max_swaps: int, num_kicks: int
+) -> list[Layout | None]:
     """Best layout of each mini-batch in ``num_columns`` columns; None where none was found within the cap."""
     rules = pieces[0].rules(num_columns, spec)
     cells = [starts.portfolio(one.board, num_columns, one.home, one.cell) for one in pieces]
@@ -169,8 +166,8 @@ def _search_together(pieces: list[Pieces], num_columns: int, spec: StepSpec, eff
     if num_starts > 1:
         even_out_loads(boards, rules, max_rounds=_ROUNDS)
     goals = np.array([pieces[j].goal(spec) for j in going])
-    polish(boards, rules, goals=goals, max_swaps=effort.swaps)
-    kick(boards, rules, goals=goals, num_kicks=effort.kicks)
+    polish(boards, rules, goals=goals, max_swaps=max_swaps)
+    kick(boards, rules, goals=goals, num_kicks=num_kicks)
     for at, j in enumerate(going):
         layout = pieces[j].layout(num_columns, boards.cell[at])
         layouts[j] = layout if layout.legal(spec.cap) else None

@@ -7,7 +7,6 @@ rules alone, nor than the batch as it came.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,14 @@ import numpy as np
 from equipoise._arrays import BoolArray, FloatArray, IntArray, counts
 from equipoise._checks import as_vector, of_kind
 from equipoise.errors import InvalidInput, must
+from equipoise.planning.partition.divide import group_numbers
 from equipoise.planning.step.composition import mini_batch_rows, rank_rows
 from equipoise.planning.step.errors import no_columns
-from equipoise.planning.step.groups import group_numbers, kept_whole
+from equipoise.planning.step.groups import kept_whole
 from equipoise.planning.step.layout import Layout, MiniBatch, dispatch_order
 from equipoise.planning.step.limits import check_counts, check_oversize, out_of_room
 from equipoise.planning.step.pieces import Pieces
-from equipoise.planning.step.result import StepPlan, measure
+from equipoise.planning.step.result import PlanStats, StepPlan
 from equipoise.planning.step.search import search
 from equipoise.planning.step.spec import StepSpec
 from equipoise.planning.step.starts import as_it_came
@@ -84,17 +84,9 @@ def plan_step(
     else:
         candidates = kept_whole(minis, members, tokens, group, spec)
     layouts = _all_found(search(candidates, spec), candidates, spec)
-    order, sizes = dispatch_order(layouts, members, sort_columns=True)
+    order, sizes = dispatch_order(layouts, members)
     came = [as_it_came(mini, spec.min_micro_batches, spec.cap) for mini in minis]
-    came_order, came_sizes = dispatch_order(came, members, sort_columns=False)
-    figures = functools.partial(
-        measure,
-        costs,
-        tokens,
-        num_padding=int(padding.sum()),
-        tight_bound=sum(mini.bound(spec.cap) for mini in minis),
-        padded=padded,
-    )
+    tight_bound = sum(mini.bound(spec.cap) for mini in minis)
     real = np.array([int((~mini.padding).sum()) for mini in minis])
     real.flags.writeable = False
     return StepPlan(
@@ -102,8 +94,8 @@ def plan_step(
         order=order,
         sizes=sizes,
         num_real_rows=real,
-        stats=figures(order, sizes),
-        incoming=figures(came_order, came_sizes),
+        stats=PlanStats.of(layouts, tight_bound),
+        incoming=PlanStats.of(came, tight_bound),
     )
 
 
