@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +65,6 @@ def _one_level(boards: Boards) -> Any:
     return np.repeat(mean[:, None], boards.num_cells, axis=1)
 
 
-def _all_cells(_: Any) -> Iterator[None]:
-    yield None
-
-
 def _stage(name: str, families: tuple[str, ...], *patches: tuple[str, Any]) -> Stage:
     return Stage(name=name, families=families, patches=patches)
 
@@ -81,7 +77,6 @@ STAGES = (
     _stage("pairs of any cells", STEPS, (_PAIRS, _no_pairs("any"))),
     _stage("level by column", STEPS, ("partition.board.Boards.targets", _one_level)),
     _stage("exact steps", STEPS, ("step.search.polish", _nothing)),
-    _stage("partners with most room first", STEPS, ("partition.refine._partner_cells", _all_cells)),
     _stage("kicks", STEPS, ("step.search.kick", _nothing)),
     _stage("fit: rounds", STEPS, ("partition.refine.fit_cap.__kwdefaults__", {"max_rounds": 0, "max_steps": 96})),
     _stage("fit: exact steps", STEPS, ("partition.refine._relieve", _nothing)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from numbers import Integral, Real
 from operator import index
@@ -96,6 +96,30 @@ def falling(field: str, values: Any, remedy: str) -> tuple[int, ...]:
         got = found if many else cast(object, values)
         raise InvalidInput(must(field, "be whole numbers of at least 1 in falling order", got, remedy))
     return tuple(index(x) for x in found)
+
+
+def finite(
+    field: str, values: npt.NDArray[np.float64], remedy: str | Callable[[int], str], *, above: bool = False
+) -> None:
+    """Raise unless all values are finite and at least 0, or above 0.
+
+    Args:
+        field: name of the values, shape (n,).
+        values: what is checked.
+        remedy: what to do, or a function that says so for the first row that is wrong.
+        above: 0 is wrong as well.
+
+    Raises:
+        InvalidInput: one of them is not; names it.
+
+    >>> finite("weights", np.array([0.0, 2.5]), "check the cost model")
+    """
+    wrong = np.flatnonzero(~np.isfinite(values) | (values <= 0 if above else values < 0))
+    if wrong.size:
+        row = int(wrong[0])
+        rule = "be finite and above 0" if above else "be finite and at least 0"
+        advice = remedy if isinstance(remedy, str) else remedy(row)
+        raise InvalidInput(must(f"{field}[{row}]", rule, float(values[row]), advice))
 
 
 MOST_TOKENS = 2**40

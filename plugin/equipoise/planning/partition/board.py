@@ -123,31 +123,22 @@ class Boards:
     def targets(self) -> FloatArray:
         """Level that each cell should reach, shape (J, K).
 
-        No column can be below its longest row, so the others share what is left: the level is the larger of that row
+        No column can be below its dearest row, so the others share what is left: the level is the larger of that row
         and a water line, the same for all columns, at which the levels add up to the whole cost.
         """
-        floor = self._longest_of_columns()
-        total = self.load.sum(axis=1) / self.num_ranks
-        level = np.empty_like(floor)
-        for j in range(self.num_boards):
-            level[j] = np.maximum(floor[j], _water_line(floor[j], float(total[j])))
-        return np.repeat(level, self.num_ranks, axis=1)
-
-    def _longest_of_columns(self) -> FloatArray:
-        """Cost of the dearest row of each column, shape (J, num_columns)."""
-        boards = iota(self.num_boards)[:, None]
+        boards = iota(self.num_boards)
         by_column = self.slots.reshape(self.num_boards, self.num_columns, -1)
-        return self.cost[boards[:, :, None], by_column].max(axis=2)
+        dearest: FloatArray = self.cost[boards[:, None, None], by_column].max(axis=2)
+        falling = -np.sort(-dearest, axis=1)
+        total = self.load.sum(axis=1) / self.num_ranks
+        rest = np.subtract.accumulate(np.column_stack([total, falling[:, :-1]]), axis=1)
+        line = rest / np.arange(self.num_columns, 0, -1)
+        above: BoolArray = line >= falling  # a line is right where it is above the rows that are left to it
+        water: FloatArray = np.where(above.any(axis=1), line[boards, above.argmax(axis=1)], 0.0)
+        return np.repeat(np.maximum(dearest, water[:, None]), self.num_ranks, axis=1)
 
     def even_out(
-        self,
-        excess: FloatArray,
-        weight: FloatArray,
-        rules: Rules,
-        *,
-        active: BoolArray,
-        pairs: Pairs,
-        shift: int,
+        self, excess: FloatArray, weight: FloatArray, rules: Rules, *, active: BoolArray, pairs: Pairs, shift: int
     ) -> int:
         """One round: pair full cells with empty ones and give each pair its best swap or move.
 
@@ -162,7 +153,8 @@ class Boards:
         Returns:
             Number of pairs that were changed.
         """
-        board, full, empty = self._pairs(excess, pairs, shift)
+        pair = self._pairs(excess, pairs, shift)
+        board, full, empty = pair
         gap = excess[board, full] - excess[board, empty]
         width = np.maximum(self.count[board, full], self.count[board, empty]) + (rules.moves != "none")
         keep = np.flatnonzero(active[board] & (gap > 1e-9 * (1.0 + np.abs(excess[board, full]))))
@@ -177,45 +169,32 @@ class Boards:
             if widest < _MAX_WIDTH:
                 part = part[width[part] <= widest]
             at += part.size
-            changed += self._swap_best(board[part], full[part], empty[part], gap[part], weight, rules, widest)
+            changed += self._swap_best(pair[:, part], gap[part], weight, rules, widest)
         return changed
 
-    def _pairs(self, excess: FloatArray, pairs: Pairs, shift: int) -> tuple[IntArray, IntArray, IntArray]:
-        boards, ranks, columns = self.num_boards, self.num_ranks, self.num_columns
-        if pairs == "column":
-            values = excess.reshape(boards, columns, ranks)
-            order = np.argsort(values, axis=2, kind="stable") + iota(columns)[:, None] * ranks
-        elif pairs == "rank":
-            by_column: FloatArray = excess.reshape(boards, columns, ranks)
-            values = np.swapaxes(by_column, 1, 2)
-            order = np.argsort(values, axis=2, kind="stable") * ranks + iota(ranks)[:, None]
-        else:
-            order = np.argsort(excess, axis=1, kind="stable")[:, None, :]
+    def _pairs(self, excess: FloatArray, pairs: Pairs, shift: int) -> IntArray:
+        """Number of the board, the fuller and the emptier cell of each pair, shape (3, P)."""
+        grid = iota(self.num_cells).reshape(self.num_columns, self.num_ranks)
+        cells = {"column": grid, "rank": np.swapaxes(grid, 0, 1), "any": grid.reshape(1, -1)}[pairs]
+        values: FloatArray = excess[:, cells]
+        rising: IntArray = np.argsort(values, axis=2, kind="stable")
+        order: IntArray = cells[iota(len(cells))[:, None], rising]
         half = order.shape[2] // 2
-        empty = order[:, :, :half]
-        full = order[:, :, ::-1][:, :, :half]
-        if shift and half:
-            empty = np.roll(empty, shift % half, axis=2)
-        board: IntArray = np.broadcast_to(iota(boards)[:, None, None], full.shape)
-        return board.ravel(), full.ravel(), empty.ravel()
+        empty: IntArray = np.roll(order[:, :, :half], shift % max(half, 1), axis=2)
+        full: IntArray = order[:, :, ::-1][:, :, :half]
+        board: IntArray = np.broadcast_to(iota(self.num_boards)[:, None, None], full.shape)
+        return np.stack([board, full, empty]).reshape(3, -1)
 
-    def _swap_best(
-        self,
-        board: IntArray,
-        full: IntArray,
-        empty: IntArray,
-        gap: FloatArray,
-        weight: FloatArray,
-        rules: Rules,
-        width: int,
-    ) -> int:
+    def _swap_best(self, pair: IntArray, gap: FloatArray, weight: FloatArray, rules: Rules, width: int) -> int:
+        """Give each pair its best swap or move, if any helps."""
+        board, full, empty = pair
         out_rows = self.slots[board, full, :width]  # (P, W)
         in_rows = self.slots[board, empty, :width]
-        leave, enter = self._weights_of_free_rows(board, full, empty, out_rows, in_rows, weight, rules)
+        leave, enter = self._weights_of_free_rows(pair, out_rows, in_rows, weight, rules)
         shift: FloatArray = leave[:, :, None] - enter[:, None, :]
         gain: FloatArray = np.subtract(gap[:, None, None], shift)
         gain *= shift  # half the fall of the sum of squared excesses; -inf where a slot is not free to change
-        self._forbid(gain, board, full, empty, out_rows, in_rows, rules)
+        self._forbid(gain, pair, out_rows, in_rows, rules)
         flat = gain.reshape(board.size, -1)
         best = flat.argmax(axis=1)
         won = flat[np.arange(board.size), best] > 1e-12 * gap * gap
@@ -227,19 +206,13 @@ class Boards:
         return int(won.sum())
 
     def _weights_of_free_rows(
-        self,
-        board: IntArray,
-        full: IntArray,
-        empty: IntArray,
-        out_rows: IntArray,
-        in_rows: IntArray,
-        weight: FloatArray,
-        rules: Rules,
+        self, pair: IntArray, out_rows: IntArray, in_rows: IntArray, weight: FloatArray, rules: Rules
     ) -> tuple[FloatArray, FloatArray]:
         """Weights of the rows of both cells, shapes (P, W); infinite where a slot holds none that may change cells.
 
         An empty slot of the emptier cell has weight 0 where the fuller one may give a row away: not its last.
         """
+        board, full, empty = pair
         nobody = self.num_rows
         leave = np.where(out_rows != nobody, weight[board[:, None], out_rows], -np.inf)
         if rules.moves == "none":
@@ -251,17 +224,9 @@ class Boards:
         open_slot = (in_rows != nobody) | may_give[:, None]
         return leave, np.where(open_slot, weight[board[:, None], in_rows], np.inf)
 
-    def _forbid(
-        self,
-        gain: FloatArray,
-        board: IntArray,
-        full: IntArray,
-        empty: IntArray,
-        out_rows: IntArray,
-        in_rows: IntArray,
-        rules: Rules,
-    ) -> None:
+    def _forbid(self, gain: FloatArray, pair: IntArray, out_rows: IntArray, in_rows: IntArray, rules: Rules) -> None:
         """Set to -inf, in place, what the cap or the kinds do not allow."""
+        board, full, empty = pair
         if self.kind is not None:
             same_rank = self.rank_of[full] == self.rank_of[empty]
             alike = self.kind[board[:, None], out_rows][:, :, None] == self.kind[board[:, None], in_rows][:, None, :]
@@ -334,15 +299,3 @@ class Boards:
         cell_a, cell_b = int(self.cell[j, a]), int(self.cell[j, b])
         at_a, at_b = (int((self.slots[j, c] == row).argmax()) for c, row in ((cell_a, a), (cell_b, b)))
         self.swap_one(j, cell_a, at_a, cell_b, at_b)
-
-
-def _water_line(floor: FloatArray, total: float) -> float:
-    """The level w with Σ max(floor, w) = total; below every floor if the floors alone exceed the total."""
-    falling = np.sort(floor)[::-1]
-    rest = total
-    for used, height in enumerate(falling):
-        line = rest / (falling.size - used)
-        if line >= height:
-            return float(line)
-        rest -= float(height)
-    return 0.0

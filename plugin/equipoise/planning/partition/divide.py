@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from equipoise._arrays import FloatArray, IntArray, counts, members, sums
-from equipoise._checks import as_vector, positive
+from equipoise._checks import as_vector, finite, positive
 from equipoise.errors import InfeasiblePlan, InvalidInput, must
 from equipoise.planning.partition import greedy, karmarkar_karp
 from equipoise.planning.partition.board import Boards, Rules
@@ -122,12 +122,7 @@ def checked_weights(weights: Any) -> FloatArray:
     if values.dtype.kind not in "iufb":
         raise InvalidInput(must("weights", "be numbers", str(values.dtype), "pass one weight per row"))
     values = values.astype(np.float64)
-    wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))
-    if wrong.size:
-        row = int(wrong[0])
-        raise InvalidInput(
-            must(f"weights[{row}]", "be finite and at least 0", float(values[row]), "check the lengths or cost model")
-        )
+    finite("weights", values, "check the lengths or cost model")
     return values
 
 

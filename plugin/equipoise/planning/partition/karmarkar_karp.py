@@ -14,8 +14,6 @@ import numpy as np
 
 from equipoise._arrays import FloatArray, IntArray, iota
 
-_NO_ROW = -1
-
 
 def equal_size(weights: FloatArray, k: int) -> IntArray:
     """Part of each row, shape (n,), each part with n / k rows.
@@ -63,56 +61,25 @@ def free_size(weights: FloatArray, k: int) -> IntArray:
     n = weights.size
     if k == 1:
         return np.zeros(n, dtype=np.int64)
-    left: list[int] = [_NO_ROW] * n  # node i < n is row i; node i >= n joins left[i] and right[i]
-    right: list[int] = [_NO_ROW] * n
-    sums_of: list[list[float]] = [[float(w)] for w in weights]
-    nodes_of: list[list[int]] = [[i] for i in range(n)]
+    joined: list[tuple[int, int]] = []  # node i < n is row i; node n + i joins the two of joined[i]
+    states: list[list[tuple[float, int]]] = [[(float(w), i)] for i, w in enumerate(weights)]  # sums, falling, and nodes
     heap = [(-float(w), i) for i, w in enumerate(weights)]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, first = heapq.heappop(heap)
         _, second = heapq.heappop(heap)
-        sums, nodes = _merge(sums_of[first], nodes_of[first], sums_of[second], nodes_of[second], k, left, right)
-        sums_of[first], nodes_of[first] = sums, nodes
-        sums_of[second], nodes_of[second] = [], []
-        heapq.heappush(heap, (-(sums[0] - (sums[-1] if len(sums) == k else 0.0)), first))
-    return _leaves(nodes_of[heap[0][1]], left, right, n)
-
-
-def _merge(
-    sums_a: list[float],
-    nodes_a: list[int],
-    sums_b: list[float],
-    nodes_b: list[int],
-    k: int,
-    left: list[int],
-    right: list[int],
-) -> tuple[list[float], list[int]]:
-    """Largest of a with smallest of b; where one side has run out of parts, the other's part stands alone."""
-    overlap = len(sums_a) + len(sums_b) - k
-    if overlap <= 0:
-        pairs = list(zip(sums_a + sums_b, nodes_a + nodes_b, strict=True))
-    else:
-        alone_a, alone_b = len(sums_a) - overlap, len(sums_b) - overlap
-        pairs = list(zip(sums_a[:alone_a], nodes_a[:alone_a], strict=True))
-        pairs += zip(sums_b[:alone_b], nodes_b[:alone_b], strict=True)
-        for i in range(overlap):
-            a, b = alone_a + i, len(sums_b) - 1 - i
-            left.append(nodes_a[a])
-            right.append(nodes_b[b])
-            pairs.append((sums_a[a] + sums_b[b], len(left) - 1))
-    pairs.sort(key=lambda pair: -pair[0])
-    return [s for s, _ in pairs], [node for _, node in pairs]
-
-
-def _leaves(roots: list[int], left: list[int], right: list[int], n: int) -> IntArray:
-    part = np.empty(n, dtype=np.int64)
-    for p, root in enumerate(roots):
-        stack = [root]
-        while stack:
-            node = stack.pop()
-            if node < n:
-                part[node] = p
-            else:
-                stack += (left[node], right[node])
-    return part
+        a, b = states[first], states[second]
+        overlap = max(0, len(a) + len(b) - k)
+        # the largest of a with the smallest of b; where one side has run out of parts, the other's part stands alone
+        merged = a[: len(a) - overlap] + b[: len(b) - overlap]
+        for (sum_a, node_a), (sum_b, node_b) in zip(a[len(a) - overlap :], reversed(b), strict=False):
+            merged.append((sum_a + sum_b, n + len(joined)))
+            joined.append((node_a, node_b))
+        merged.sort(key=lambda state: -state[0])
+        states[first], states[second] = merged, []
+        heapq.heappush(heap, (-(merged[0][0] - (merged[-1][0] if len(merged) == k else 0.0)), first))
+    part = np.empty(n + len(joined), dtype=np.int64)
+    part[[node for _, node in states[heap[0][1]]]] = iota(len(states[heap[0][1]]))
+    for node in range(len(joined) - 1, -1, -1):
+        part[list(joined[node])] = part[n + node]
+    return part[:n]

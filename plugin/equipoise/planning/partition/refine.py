@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray, IntArray
@@ -13,7 +11,6 @@ from equipoise.planning.partition.swaps import Swaps
 SMALL = 64
 """Boards of at most so many rows are searched to the end, and from kicked copies of the best layout."""
 
-_NUM_PARTNER_CELLS = 24
 _COST_OF_A_STEP = 20_000  # in swaps: what the numpy calls of one step cost beside them
 
 
@@ -100,7 +97,7 @@ def _relieve(boards: Boards, j: int, free: Rules, cap: int, max_steps: int) -> N
         cell = int(np.where(stuck, 0, over).argmax())
         if stuck[cell] or not over[cell]:
             return
-        swaps = Swaps.of(boards, j, cell, free, None)
+        swaps = Swaps.of(boards, j, cell, free)
         partner = swaps.partner_cell
         moved: IntArray = tokens[swaps.rows][:, None] - tokens[swaps.partner_row]
         lone = (count[partner] == 1) & (swaps.partner_row != boards.num_rows)
@@ -176,30 +173,19 @@ def _step(boards: Boards, j: int, rules: Rules, stuck: BoolArray, tolerance: flo
     cell = column * boards.num_ranks + int(columns[column].argmax())
     second = float(np.partition(columns[column], -2)[-2])
     column_top = top[boards.column_of]
-    looked_at = 0
-    for among in _partner_cells(column_top - load):
-        swaps = Swaps.of(boards, j, cell, rules, among)
-        looked_at += swaps.shift.size + _COST_OF_A_STEP
-        grown = load[swaps.partner_cell] + swaps.shift
-        here: FloatArray = np.maximum(second, load[cell] - swaps.shift)
-        in_column = boards.column_of[swaps.partner_cell] == column
-        here = np.where(in_column, np.maximum(here, grown), here)
-        there: FloatArray = np.where(in_column, 0.0, np.maximum(0.0, grown - column_top[swaps.partner_cell]))
-        change: FloatArray = np.where(swaps.allowed, here - load[cell] + there, 0.0)
-        a, b = divmod(int(change.argmin()), change.shape[1])
-        if change[a, b] < -1e-9 * top[column]:
-            swaps.apply(boards, j, a, b)
-            return looked_at, True
-    stuck[column] = True
-    return looked_at, False
-
-
-def _partner_cells(room: FloatArray) -> Iterator[IntArray | None]:
-    """The cells with the most room, which nearly always hold the best partner; then all."""
-    if room.size > 2 * _NUM_PARTNER_CELLS:
-        order: IntArray = np.argsort(-room, kind="stable")
-        yield order[:_NUM_PARTNER_CELLS]
-    yield None
+    swaps = Swaps.of(boards, j, cell, rules)
+    grown = load[swaps.partner_cell] + swaps.shift
+    here: FloatArray = np.maximum(second, load[cell] - swaps.shift)
+    in_column = boards.column_of[swaps.partner_cell] == column
+    here = np.where(in_column, np.maximum(here, grown), here)
+    there: FloatArray = np.where(in_column, 0.0, np.maximum(0.0, grown - column_top[swaps.partner_cell]))
+    change: FloatArray = np.where(swaps.allowed, here - load[cell] + there, 0.0)
+    a, b = divmod(int(change.argmin()), change.shape[1])
+    better = bool(change[a, b] < -1e-9 * top[column])
+    if better:
+        swaps.apply(boards, j, a, b)
+    stuck[column] = not better
+    return swaps.shift.size + _COST_OF_A_STEP, better
 
 
 def kick(boards: Boards, rules: Rules, *, goals: FloatArray, num_kicks: int) -> None:
@@ -225,7 +211,7 @@ def kick(boards: Boards, rules: Rules, *, goals: FloatArray, num_kicks: int) -> 
             if cost <= goal[0] * (1 + 1e-9):
                 break
             for _ in range(3 + turn % 4):
-                swaps = Swaps.of(board, 0, int(draw.randint(board.num_cells)), rules, None)
+                swaps = Swaps.of(board, 0, int(draw.randint(board.num_cells)), rules)
                 allowed = np.flatnonzero(swaps.allowed)
                 if allowed.size:
                     swaps.apply(board, 0, *divmod(int(draw.choice(allowed)), swaps.partner_row.size))

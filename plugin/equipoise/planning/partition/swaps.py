@@ -33,17 +33,15 @@ class Swaps:
     allowed: BoolArray
 
     @classmethod
-    def of(cls, boards: Boards, j: int, cell: int, rules: Rules, among: IntArray | None) -> Swaps:
-        """Swaps of ``cell`` with the cells ``among``, or with all."""
+    def of(cls, boards: Boards, j: int, cell: int, rules: Rules) -> Swaps:
+        """Swaps of ``cell`` with all others."""
         n = boards.num_rows
         rank_of, cost, count = boards.rank_of, boards.cost[j], boards.count[j]
-        partner_row = iota(n) if among is None else boards.slots[j, among].ravel()
-        partner_row = partner_row[partner_row != n]
-        partner_cell = boards.cell[j, partner_row]
+        partner_row, partner_cell = iota(n), boards.cell[j]
         if rules.moves != "none" and count[cell] > 1:
-            targets = iota(boards.num_cells) if among is None else among
+            targets = iota(boards.num_cells)
             if rules.moves == "rank":
-                targets = targets[rank_of[targets] == rank_of[cell]]
+                targets = targets[rank_of == rank_of[cell]]
             partner_row = np.concatenate([partner_row, np.full(targets.size, n, dtype=np.int64)])
             partner_cell = np.concatenate([partner_cell, targets])
         rows = _spread(boards.slots[j, cell, : count[cell]], cost, _MAX_SWAPS // partner_row.size)

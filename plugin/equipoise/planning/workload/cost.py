@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from equipoise._arrays import FloatArray, IntArray
-from equipoise._checks import as_lengths, numbers, positive
+from equipoise._checks import as_lengths, finite, numbers, positive
 from equipoise.errors import InvalidInput, must
 from equipoise.planning.workload.model_flops import model_flops
 
@@ -33,11 +33,7 @@ def row_costs(cost: CostModel, lengths: IntArray) -> FloatArray:
     name = type(cost).__name__
     if values.shape != lengths.shape:
         raise InvalidInput(must(f"{name}(lengths)", f"have shape {lengths.shape}", values.shape, "return one per row"))
-    wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))
-    if wrong.size:
-        row = int(wrong[0])
-        rule, remedy = "be finite and at least 0", f"check the model at length {int(lengths[row])}"
-        raise InvalidInput(must(f"{name}(lengths)[{row}]", rule, float(values[row]), remedy))
+    finite(f"{name}(lengths)", values, lambda row: f"check the model at length {int(lengths[row])}")
     return values
 
 

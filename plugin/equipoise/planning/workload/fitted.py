@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray
-from equipoise._checks import as_lengths
+from equipoise._checks import as_lengths, finite
 from equipoise.errors import InvalidInput, must
 
 _ROUNDS = 30
@@ -80,19 +80,11 @@ class FittedCost:
         measured = np.asarray(seconds, dtype=np.float64)
         calls = len(row_lengths_per_call)
         if measured.shape != (calls,):
-            raise InvalidInput(
-                must("seconds", f"have one value for each of {calls} calls", measured.shape, "pair them")
-            )
+            rule = f"have one value for each of {calls} calls"
+            raise InvalidInput(must("seconds", rule, measured.shape, "pair them"))
         if calls < 3:
             raise InvalidInput(must("row_lengths_per_call", "hold at least 3 calls", calls, "measure more calls"))
-        wrong = np.flatnonzero(~np.isfinite(measured) | (measured <= 0))
-        if wrong.size:
-            at = int(wrong[0])
-            raise InvalidInput(
-                must(
-                    f"seconds[{at}]", "be finite and above 0", float(measured[at]), "drop the call or measure it again"
-                )
-            )
+        finite("seconds", measured, "drop the call or measure it again", above=True)
         features = np.empty((calls, 3))
         for i, rows in enumerate(row_lengths_per_call):
             tokens = as_lengths(rows, field=f"row_lengths_per_call[{i}]").astype(np.float64)
