@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from equipoise._arrays import FloatArray, IntArray, counts, int_sums, members
+from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, members
 from equipoise._checks import as_lengths, positive
 from equipoise.errors import EquipoiseWarning, InfeasiblePlan, InvalidInput, must, nearest
 from equipoise.planning.partition import karmarkar_karp
@@ -89,23 +89,18 @@ def fewest_groups(tokens: IntArray, capacity: int) -> int:
     Rows above half the capacity stand alone; more generally rows of at least a length fill groups with no row of more
     than the rest (the bound L2 of S. Martello and P. Toth, Knapsack Problems, 1990, section 8.3).
     """
-    over = int((tokens > capacity).sum())
     rest = np.sort(tokens[tokens <= capacity])
-    if not rest.size:
-        return over
-    upto: IntArray = np.concatenate([np.zeros(1, dtype=np.int64), np.asarray(np.cumsum(rest), dtype=np.int64)])
+    upto: IntArray = np.append(0, np.cumsum(rest))
     best = -(-int(upto[-1]) // capacity)
     half = int(np.searchsorted(rest, capacity // 2, side="right"))  # rows from here on are above half
     smalls: list[int] = [0, *np.unique(rest[:half]).tolist()]
     for small in smalls:
         large = int(np.searchsorted(rest, capacity - small, side="right"))
         first = int(np.searchsorted(rest, small, side="left"))
-        middle = int(upto[large] - upto[half])
+        room = (large - half) * capacity - int(upto[large] - upto[half])
         between = int(upto[half] - upto[first])
-        room = (large - half) * capacity - middle
-        groups = rest.size - half + max(0, -(-(between - room) // capacity))
-        best = max(best, groups)
-    return over + best
+        best = max(best, rest.size - half + max(0, -(-(between - room) // capacity)))
+    return tokens.size - rest.size + best
 
 
 def _check_oversize(tokens: IntArray, capacity: int, oversize: str) -> None:
@@ -113,9 +108,9 @@ def _check_oversize(tokens: IntArray, capacity: int, oversize: str) -> None:
     if oversize not in options:
         raise InvalidInput(must("oversize", f"be one of {list(options)}", oversize, nearest(str(oversize), options)))
     row = int(tokens.argmax())
-    if int(tokens[row]) <= capacity:
-        return
     length = int(tokens[row])
+    if length <= capacity:
+        return
     remedy = f'raise capacity to {length}, shorten the row, or pass oversize="alone"'
     text = must(f"lengths[{row}]", f"be at most capacity = {capacity}", length, remedy)
     if oversize == "error":
@@ -126,18 +121,13 @@ def _check_oversize(tokens: IntArray, capacity: int, oversize: str) -> None:
 def first_fit(tokens: IntArray, capacity: int) -> IntArray:
     """Group of each row: rows in falling length, each to the first group with room."""
     group = np.empty(tokens.size, dtype=np.int64)
-    room = np.empty(tokens.size, dtype=np.int64)
+    room = np.full(tokens.size, capacity, dtype=np.int64)
     used = 0
     for row in np.argsort(-tokens, kind="stable").tolist():
-        length = int(tokens[row])
-        fits = np.flatnonzero(room[:used] >= length)
-        if fits.size:
-            to = int(fits[0])
-        else:
-            to, used = used, used + 1
-            room[to] = capacity
-        group[row] = to
-        room[to] -= length
+        fits: BoolArray = room[:used] >= tokens[row]
+        group[row] = to = int(fits.argmax()) if fits.any() else used
+        used = max(used, to + 1)
+        room[to] -= tokens[row]
     return group
 
 
@@ -147,13 +137,11 @@ def _widest_room(tokens: IntArray, weights: FloatArray, capacity: int, groups: i
     room = np.full(groups, capacity, dtype=np.int64)
     load = np.zeros(groups)
     for row in np.lexsort((-weights, -tokens)).tolist():
-        length = int(tokens[row])
-        fits = (room >= length) | (room == capacity)  # an oversized row opens a group
+        fits: BoolArray = (room >= tokens[row]) | (room == capacity)  # an oversized row opens a group
         if not fits.any():
             return None
-        to = int(np.where(fits, load, np.inf).argmin())
-        group[row] = to
-        room[to] -= length
+        group[row] = to = int(np.where(fits, load, np.inf).argmin())
+        room[to] -= tokens[row]
         load[to] += weights[row]
     return group if counts(group, groups).min() > 0 else None
 
@@ -178,13 +166,12 @@ def ffd(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multip
 def kk(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multiple: int) -> IntArray:
     """Largest differencing into more and more groups until all fit; first fit decreasing where that takes fewer."""
     fallback = ffd(tokens, weights, capacity, least, multiple)
-    limit = int(fallback.max()) + 1
-    groups = round_up(max(fewest_groups(tokens, capacity), least), multiple)
-    while groups <= limit:
+    fewest = round_up(max(fewest_groups(tokens, capacity), least), multiple)
+    for groups in range(fewest, int(fallback.max()) + 2, multiple):
         group = karmarkar_karp.free_size(weights, groups)
-        if counts(group, groups).min() > 0 and not _breaks(group, tokens, capacity, groups):
+        rows = counts(group, groups)
+        if rows.min() > 0 and not ((int_sums(group, tokens, groups) > capacity) & (rows > 1)).any():
             return group
-        groups += multiple
     return fallback
 
 
@@ -192,15 +179,10 @@ def kk(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multipl
 def refined(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multiple: int) -> IntArray:
     """The fewest groups that first fit or a search for room finds, then evened out by swaps and moves."""
     found = ffd(tokens, weights, capacity, least, multiple)
-    limit = int(found.max()) + 1
-    groups = round_up(max(fewest_groups(tokens, capacity), least), multiple)
-    while groups < limit:
-        tried = _fitted(tokens, capacity, groups)
-        if tried is not None:
-            found, limit = tried, groups
-            break
-        groups += multiple
-    return _evened_out(found, tokens, weights, capacity, limit)
+    fewest = round_up(max(fewest_groups(tokens, capacity), least), multiple)
+    tried = (_fitted(tokens, capacity, groups) for groups in range(fewest, int(found.max()) + 1, multiple))
+    found = next((group for group in tried if group is not None), found)
+    return _evened_out(found, tokens, weights, capacity)
 
 
 def _fitted(tokens: IntArray, capacity: int, groups: int) -> IntArray | None:
@@ -213,8 +195,9 @@ def _fitted(tokens: IntArray, capacity: int, groups: int) -> IntArray | None:
     return boards.cell[0] if fit_cap(boards, Rules(cap=capacity, moves="any")).all() else None
 
 
-def _evened_out(group: IntArray, tokens: IntArray, weights: FloatArray, capacity: int, groups: int) -> IntArray:
+def _evened_out(group: IntArray, tokens: IntArray, weights: FloatArray, capacity: int) -> IntArray:
     """The better of two starts, this one and the heaviest rows first, after swaps and moves."""
+    groups = int(group.max()) + 1
     spread = _widest_room(tokens, weights, capacity, groups)
     cells = np.stack([group] if spread is None else [group, spread])
     alike = np.ones((len(cells), 1))
@@ -224,18 +207,11 @@ def _evened_out(group: IntArray, tokens: IntArray, weights: FloatArray, capacity
     return boards.cell[int(best)]
 
 
-def _breaks(group: IntArray, tokens: IntArray, capacity: int, groups: int) -> bool:
-    return bool(((int_sums(group, tokens, groups) > capacity) & (counts(group, groups) > 1)).any())
-
-
 def _split_to(group: IntArray, tokens: IntArray, groups: int) -> IntArray:
     """Halve the groups with the most rows until there are ``groups`` of them."""
-    split: IntArray = np.array(group, dtype=np.int64)
-    used = int(split.max()) + 1
-    while used < groups:
-        widest = int(counts(split, used).argmax())
-        rows = np.flatnonzero(split == widest)
+    split: IntArray = np.array(group)
+    for new in range(int(split.max()) + 1, groups):
+        rows = np.flatnonzero(split == counts(split, new).argmax())
         falling = rows[np.argsort(-tokens[rows], kind="stable")]
-        split[falling[1::2]] = used
-        used += 1
+        split[falling[1::2]] = new
     return split

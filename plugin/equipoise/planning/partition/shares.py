@@ -87,9 +87,8 @@ def _trade(part: IntArray, size: IntArray, weight: FloatArray, room: IntArray, *
 
 def _cheapest_first(size: IntArray, cost: FloatArray, room: IntArray) -> IntArray:
     """Groups, the dearest first, to the cheapest bin with room for them, or else to the one with the most room."""
-    left: IntArray = np.array(room, dtype=np.int64)
-    load = np.zeros(room.size)
-    part = np.empty(size.size, dtype=np.int64)
+    left: IntArray = np.array(room)
+    load, part = np.zeros(room.size), np.empty(size.size, dtype=np.int64)
     for group in np.argsort(-cost, kind="stable").tolist():
         fits: BoolArray = left >= size[group]
         part[group] = bin_ = int(np.where(fits, load, np.inf).argmin()) if fits.any() else int(left.argmax())

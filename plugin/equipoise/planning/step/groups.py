@@ -15,7 +15,7 @@ from equipoise.planning.partition import karmarkar_karp
 from equipoise.planning.partition.shares import level_shares, share_out
 from equipoise.planning.step.composition import mini_batch_rows
 from equipoise.planning.step.errors import check_group_tokens, no_shares
-from equipoise.planning.step.layout import MiniBatch
+from equipoise.planning.step.layout import MiniBatch, mini_batches
 from equipoise.planning.step.pieces import Pieces
 from equipoise.planning.step.spec import StepSpec
 
@@ -23,7 +23,12 @@ _MORE_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of padding, tried for the t
 
 
 def kept_whole(
-    minis: list[MiniBatch], members: list[IntArray], tokens: IntArray, group: IntArray, spec: StepSpec
+    minis: list[MiniBatch],
+    members: list[IntArray],
+    tokens: IntArray,
+    padding: BoolArray,
+    group: IntArray,
+    spec: StepSpec,
 ) -> list[list[Pieces]]:
     """For each mini-batch its pieces, once for each way in which its groups were shared out; the evenest first.
 
@@ -31,6 +36,7 @@ def kept_whole(
         minis: the mini-batches.
         members: row ids of each.
         tokens: of all rows, shape (n,).
+        padding: shape (n,).
         group: number of each row's group, shape (n,).
         spec: the settings; ``keep_groups`` is not "none".
 
@@ -46,9 +52,6 @@ def kept_whole(
         if not found:
             on_ranks = dataclasses.replace(spec, keep_groups="rank")
             loose = spec.keep_groups == "micro" and all(_shares(each, on_ranks) for each in grouped)
-            padding = np.zeros(tokens.size, dtype=np.bool_)
-            for mini, rows in zip(minis, members, strict=True):
-                padding[rows] = mini.padding
             padded = _padded_rows(tokens, padding, group, spec)
             room, value = one.room(spec), "rank" if loose else "none"
             raise no_shares(one.size[one.real], room, j, spec, padded=padded, loose=value)
@@ -108,24 +111,12 @@ def _padded_rows(tokens: IntArray, padding: BoolArray, group: IntArray, spec: St
     unit = spec.dp_size * spec.num_mini_batches * (spec.micro_batch_size_per_gpu or 1) * spec.micro_batch_multiple
     for blocks in _MORE_BLOCKS:
         n = (tokens.size // unit + blocks) * unit
-        more = n - tokens.size
-        flags = np.append(padding, np.ones(more, dtype=np.bool_))
-        groups = np.append(group, np.zeros(more, dtype=np.int64))
-        members = mini_batch_rows(np.append(tokens, np.zeros(more, dtype=np.int64)), flags, spec)
-        for rows in members:
-            mini = MiniBatch(
-                cost=np.zeros(rows.size),
-                tokens=np.zeros(rows.size, dtype=np.int64),
-                padding=flags[rows],
-                rows=np.full(spec.dp_size, rows.size // spec.dp_size),
-                real_rows=np.zeros(spec.dp_size, dtype=np.int64),
-                fixed_rows=spec.micro_batch_size_per_gpu,
-            )
-            one = _Grouped.of(mini, groups[rows])
-            size = one.size[one.real]
-            if share_out(size, size.astype(np.float64), one.room(spec)) is None:
-                break
-        else:
+        none = np.zeros(n - tokens.size, dtype=np.int64)
+        lengths, flags, groups = np.append(tokens, none), np.append(padding, none == 0), np.append(group, none)
+        members = mini_batch_rows(lengths, flags, spec)
+        minis = mini_batches(members, np.ones(n), lengths, flags, spec)
+        grouped = [_Grouped.of(mini, groups[rows]) for mini, rows in zip(minis, members, strict=True)]
+        if all(share_out(one.size[one.real], one.cost[one.real], one.room(spec)) is not None for one in grouped):
             return n
     return None
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, iota, members, sums
 from equipoise.planning.partition.bounds import mini_batch_bound
+from equipoise.planning.step.composition import rank_rows
 from equipoise.planning.step.spec import StepSpec
 from equipoise.planning.workload.padded import MicroBatchCost, micro_batch_cost
 
@@ -48,6 +49,31 @@ class MiniBatch:
         return mini_batch_bound(
             self.cost, self.tokens, num_ranks=self.dp_size, cap=cap, rows_per_rank=int(self.rows.min())
         )
+
+
+def mini_batches(
+    members: list[IntArray],
+    cost: FloatArray,
+    tokens: IntArray,
+    padding: BoolArray,
+    spec: StepSpec,
+    padded: MicroBatchCost | None = None,
+) -> list[MiniBatch]:
+    """The rows of each mini-batch, and how many of them each rank gets; ``members`` are their ids."""
+    real = np.array([int((~padding[rows]).sum()) for rows in members])
+    quota, real_quota = rank_rows(np.array([rows.size for rows in members]), real, spec.dp_size)
+    return [
+        MiniBatch(
+            cost=cost[rows],
+            tokens=tokens[rows],
+            padding=padding[rows],
+            rows=quota[j],
+            real_rows=real_quota[j],
+            fixed_rows=spec.micro_batch_size_per_gpu,
+            padded=padded,
+        )
+        for j, rows in enumerate(members)
+    ]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
@@ -128,13 +129,8 @@ class StepPlan:
         """
         rows = self.rank_rows(rank)
         sizes = np.concatenate([sizes[rank] for sizes in self.sizes])
-        flat = np.split(rows, np.cumsum(sizes)[:-1])
-        out: list[list[IntArray]] = []
-        at = 0
-        for count in self.num_micro_batches:
-            out.append(flat[at : at + count])
-            at += count
-        return out
+        flat = iter(np.split(rows, np.cumsum(sizes)[:-1]))
+        return [list(islice(flat, count)) for count in self.num_micro_batches]
 
     def metrics(self, prefix: str = "balance/") -> dict[str, float]:
         """Flat figures for a tracker; those of the batch as it came end in ``_incoming``.

@@ -154,7 +154,7 @@ def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None) -> Layout:
     columns = max(least_columns, *map(len, cuts))
     cell = np.empty(mini.cost.size, dtype=np.int64)
     for r, end in enumerate(ends):
-        for column, (a, b) in enumerate(itertools.pairwise([*_split_to(cuts[r], end, columns), end])):
+        for column, (a, b) in enumerate(itertools.pairwise([*halved(cuts[r], end, columns), end])):
             cell[a:b] = column * ranks + r
     return Layout(mini, columns, cell)
 
@@ -171,15 +171,13 @@ def _next_fit(tokens: IntArray, start: int, end: int, cap: int, *, padded: bool)
     return at
 
 
-def _split_to(starts: list[int], end: int, count: int) -> list[int]:
-    """Halve the run with the most rows until there are ``count`` runs (or every run is one row)."""
+def halved(starts: list[int], end: int, count: int) -> list[int]:
+    """Starts of ``count`` runs (or of runs of one row): the run with the most rows is halved until there are enough."""
     starts = list(starts)
-    while len(starts) < count:
-        sizes = [b - a for a, b in itertools.pairwise([*starts, end])]
-        widest = max(range(len(sizes)), key=lambda i: sizes[i])
-        if sizes[widest] < 2:
-            return starts
-        starts.insert(widest + 1, starts[widest] + sizes[widest] // 2)
+    while len(starts) < min(count, end - starts[0]):
+        size = np.diff([*starts, end])
+        widest = int(size.argmax())
+        starts.insert(widest + 1, starts[widest] + int(size[widest]) // 2)
     return starts
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from equipoise._arrays import BoolArray, FloatArray, IntArray, counts
+from equipoise._arrays import BoolArray, IntArray, counts
 from equipoise._checks import as_vector, of_kind
 from equipoise.errors import InvalidInput, must
 from equipoise.planning.partition.divide import group_numbers
-from equipoise.planning.step.composition import mini_batch_rows, rank_rows
+from equipoise.planning.step.composition import mini_batch_rows
 from equipoise.planning.step.errors import no_columns
 from equipoise.planning.step.groups import kept_whole
-from equipoise.planning.step.layout import Layout, MiniBatch, dispatch_order
+from equipoise.planning.step.layout import Layout, dispatch_order, mini_batches
 from equipoise.planning.step.limits import check_counts, check_oversize, out_of_room
 from equipoise.planning.step.pieces import Pieces
 from equipoise.planning.step.result import PlanStats, StepPlan
@@ -78,11 +78,11 @@ def plan_step(
     check_counts(tokens.size, int((~padding).sum()), spec)
     check_oversize(tokens, spec)
     members = mini_batch_rows(tokens, padding, spec)
-    minis = _mini_batches(members, costs, tokens, padding, spec, padded)
+    minis = mini_batches(members, costs, tokens, padding, spec, padded)
     if group is None:
         candidates = [[Pieces.of_rows(mini)] for mini in minis]
     else:
-        candidates = kept_whole(minis, members, tokens, group, spec)
+        candidates = kept_whole(minis, members, tokens, padding, group, spec)
     layouts = _all_found(search(candidates, spec), candidates, spec)
     order, sizes = dispatch_order(layouts, members)
     came = [as_it_came(mini, spec.min_micro_batches, spec.cap) for mini in minis]
@@ -97,31 +97,6 @@ def plan_step(
         stats=PlanStats.of(layouts, tight_bound),
         incoming=PlanStats.of(came, tight_bound),
     )
-
-
-def _mini_batches(
-    members: list[IntArray],
-    costs: FloatArray,
-    tokens: IntArray,
-    padding: BoolArray,
-    spec: StepSpec,
-    padded: MicroBatchCost | None,
-) -> list[MiniBatch]:
-    """The rows of each mini-batch, and how many of them each rank gets."""
-    real = np.array([int((~padding[rows]).sum()) for rows in members])
-    quota, real_quota = rank_rows(np.array([rows.size for rows in members]), real, spec.dp_size)
-    return [
-        MiniBatch(
-            cost=costs[rows],
-            tokens=tokens[rows],
-            padding=padding[rows],
-            rows=quota[j],
-            real_rows=real_quota[j],
-            fixed_rows=spec.micro_batch_size_per_gpu,
-            padded=padded,
-        )
-        for j, rows in enumerate(members)
-    ]
 
 
 def _all_found(layouts: list[Layout | None], candidates: list[list[Pieces]], spec: StepSpec) -> list[Layout]:

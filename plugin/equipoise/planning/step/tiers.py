@@ -18,6 +18,7 @@ from equipoise.planning.partition.refine import SMALL
 from equipoise.planning.step.layout import Layout, MiniBatch
 from equipoise.planning.step.limits import fewest_columns, most_columns
 from equipoise.planning.step.spec import StepSpec
+from equipoise.planning.step.starts import halved
 from equipoise.planning.workload.padded import MicroBatchCost, micro_batch_cost
 
 _MAX_POSITIONS = 1024  # rows of a rank up to which all cuts are looked at; beyond, tiers are filled from the top
@@ -105,12 +106,7 @@ def _full_cuts(mini: MiniBatch, spec: StepSpec, least: int) -> list[int]:
         if following >= rows:
             break
         cuts.append(following)
-    want = round_up(max(len(cuts), least), spec.micro_batch_multiple)
-    while len(cuts) < min(want, rows):
-        size = np.diff([*cuts, rows])
-        widest = int(size.argmax())
-        cuts.insert(widest + 1, cuts[widest] + int(size[widest]) // 2)
-    return cuts
+    return halved(cuts, rows, round_up(max(len(cuts), least), spec.micro_batch_multiple))
 
 
 def _falling(mini: MiniBatch) -> IntArray:
