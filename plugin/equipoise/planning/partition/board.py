@@ -40,13 +40,8 @@ class Rules:
 class Boards:
     """J boards of n rows in K cells, with the loads that every search needs kept up to date.
 
-    Args:
-        cost: shape (J, n), at least 0.
-        tokens: shape (J, n).
-        cell: cell of each row, shape (J, n).
-        num_ranks: cells of a column.
-        num_columns: columns of a board.
-        kind: shape (J, n); only rows of one kind are swapped between ranks. None if all rows are alike.
+    ``cost``, ``tokens`` and ``cell`` have shape (J, n), and so has ``kind``: only rows of one kind are swapped between
+    ranks (None if all rows are alike).
     """
 
     def __init__(
@@ -74,12 +69,12 @@ class Boards:
     def place(self, cell: IntArray) -> None:
         """Put every row into its cell, shape (J, n)."""
         self.cell: IntArray = np.array(cell, dtype=np.int64)
-        boards, n, cells = self.num_boards, self.num_rows, self.num_cells
-        flat: IntArray = (self.cell + iota(boards)[:, None] * cells).ravel()
-        bins = boards * cells
-        self.count: IntArray = counts(flat, bins).reshape(boards, cells)
-        self.load: FloatArray = sums(flat, self.cost[:, :n].ravel(), bins).reshape(boards, cells)
-        self.fill: IntArray = int_sums(flat, self.tokens[:, :n].ravel(), bins).reshape(boards, cells)
+        n, shape = self.num_rows, (self.num_boards, self.num_cells)
+        flat: IntArray = (self.cell + iota(self.num_boards)[:, None] * self.num_cells).ravel()
+        bins = self.num_boards * self.num_cells
+        self.count: IntArray = counts(flat, bins).reshape(shape)
+        self.load: FloatArray = sums(flat, self.cost[:, :n].ravel(), bins).reshape(shape)
+        self.fill: IntArray = int_sums(flat, self.tokens[:, :n].ravel(), bins).reshape(shape)
         self._lay_out(int(self.count.max()) + 4)
 
     def _lay_out(self, width: int) -> None:
@@ -145,7 +140,7 @@ class Boards:
         Args:
             excess: shape (J, K), what a cell is above its level.
             weight: shape (J, n + 1), what a row adds to ``excess``; 0 for the empty row.
-            rules: what a change must respect; ``cap`` is left out when ``weight`` is the tokens themselves.
+            rules: what a change must respect.
             active: boards that take part, shape (J,).
             pairs: which cells are paired: those of one column, those of one rank, or any.
             shift: rotates the partners, so that rounds try other pairs.

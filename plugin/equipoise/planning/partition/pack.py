@@ -91,15 +91,13 @@ def fewest_groups(tokens: IntArray, capacity: int) -> int:
     """
     rest = np.sort(tokens[tokens <= capacity])
     upto: IntArray = np.append(0, np.cumsum(rest))
-    best = -(-int(upto[-1]) // capacity)
     half = int(np.searchsorted(rest, capacity // 2, side="right"))  # rows from here on are above half
-    smalls: list[int] = [0, *np.unique(rest[:half]).tolist()]
-    for small in smalls:
-        large = int(np.searchsorted(rest, capacity - small, side="right"))
-        first = int(np.searchsorted(rest, small, side="left"))
-        room = (large - half) * capacity - int(upto[large] - upto[half])
-        between = int(upto[half] - upto[first])
-        best = max(best, rest.size - half + max(0, -(-(between - room) // capacity)))
+    small: IntArray = np.append(0, rest[:half])
+    large = np.searchsorted(rest, capacity - small, side="right")
+    room = (large - half) * capacity - (upto[large] - upto[half])
+    between = upto[half] - upto[np.searchsorted(rest, small, side="left")]
+    more = int((-(-(between - room) // capacity)).max())
+    best = max(-(-int(upto[-1]) // capacity), rest.size - half + max(0, more))
     return tokens.size - rest.size + best
 
 

@@ -15,12 +15,8 @@ _NUM_PARTNERS = 16  # ranks with the least to do, which nearly always hold the b
 def level_ranks(boards: Boards, cap: int | None, *, goal: float) -> None:
     """Swap rows of the fullest rank with rows of others until its total falls no further.
 
-    Rows trade places, so that every rank and micro-batch keeps its number of rows; the cap holds in both places.
-
-    Args:
-        boards: one board, changed in place; the largest total of a rank never rises.
-        cap: the most tokens of a cell of more than one row; None for no cap.
-        goal: total of a rank that cannot be beaten; the search stops there.
+    Rows trade places, so that every rank and micro-batch keeps its number of rows; the cap holds in both places. The
+    search stops at ``goal``, a total of a rank that cannot be beaten.
     """
     near = 1e-9 if boards.num_rows <= SMALL else 1e-4
     for _ in range(_MAX_STEPS):
@@ -28,7 +24,7 @@ def level_ranks(boards: Boards, cap: int | None, *, goal: float) -> None:
         order: IntArray = np.argsort(total, kind="stable")
         if total[order[-1]] <= goal * (1 + near):
             return
-        swap = _best_swap(boards, cap, total, order[: min(_NUM_PARTNERS, order.size - 1)])
+        swap = _best_swap(boards, cap, total, order[:-1][:_NUM_PARTNERS])
         swap = swap or _best_swap(boards, cap, total, order[:-1])
         if swap is None:
             return

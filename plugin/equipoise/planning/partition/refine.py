@@ -19,11 +19,7 @@ def even_out_loads(boards: Boards, rules: Rules, *, max_rounds: int = 48, tolera
 
     Each change lowers the sum of squared excesses over the levels, so that the search ends by itself.
 
-    Args:
-        boards: changed in place.
-        rules: what a change must respect.
-        max_rounds: a bound on the time.
-        tolerance: stop when every board's lockstep cost is within this share of its levels' sum.
+    They stop as well where every board's lockstep cost is within ``tolerance`` of the sum of its levels.
     """
     active = np.ones(boards.num_boards, dtype=np.bool_)
     kinds: tuple[Pairs, ...] = ("any",) if boards.num_columns == 1 else ("column", "any")
@@ -41,15 +37,8 @@ def even_out_loads(boards: Boards, rules: Rules, *, max_rounds: int = 48, tolera
             before = lockstep
         if not active.any():
             return
-        kind = kinds[turn % len(kinds)]
-        changed = boards.even_out(
-            boards.load - target,
-            boards.cost,
-            rules,
-            active=active,
-            pairs=kind,
-            shift=turn // len(kinds),
-        )
+        kind, shift = kinds[turn % len(kinds)], turn // len(kinds)
+        changed = boards.even_out(boards.load - target, boards.cost, rules, active=active, pairs=kind, shift=shift)
         idle = 0 if changed else idle + 1
         if idle >= 4:
             return
@@ -58,14 +47,8 @@ def even_out_loads(boards: Boards, rules: Rules, *, max_rounds: int = 48, tolera
 def fit_cap(boards: Boards, rules: Rules, *, max_rounds: int = 8, max_steps: int = 96) -> BoolArray:
     """Bring every cell under the cap, where that can be found: rounds of pairwise changes, then exact steps.
 
-    Args:
-        boards: changed in place.
-        rules: what a change must respect; without a cap everything fits.
-        max_rounds: a bound on the time.
-        max_steps: exact steps of each board, a bound on the time.
-
     Returns:
-        Which boards fit, shape (J,).
+        Which boards fit, shape (J,); without a cap, all.
     """
     if rules.cap is None:
         return np.ones(boards.num_boards, dtype=np.bool_)
@@ -130,8 +113,10 @@ def polish(
 ) -> None:
     """Steepest exact steps on each board, from the fullest cell of the column that stands highest above its mean.
 
+    The lockstep cost of a board never rises.
+
     Args:
-        boards: changed in place; the lockstep cost of a board never rises.
+        boards: changed in place.
         rules: what a change must respect.
         goals: lockstep costs that cannot be beaten, shape (J,); a large board stops within 1e-3 of its own.
         max_swaps: swaps looked at, a bound on the time of each board.
@@ -193,12 +178,7 @@ def kick(boards: Boards, rules: Rules, *, goals: FloatArray, num_kicks: int) -> 
 
     An iterated local search (H. R. Lourenço, O. C. Martin and T. Stützle, in Handbook of Metaheuristics, 2003). One row
     more or less matters where a micro-batch holds two or three. Boards of more than ``SMALL`` rows stay as they are.
-
-    Args:
-        boards: changed in place; the lockstep cost of a board never rises.
-        rules: what a change must respect.
-        goals: lockstep costs that cannot be beaten, shape (J,).
-        num_kicks: restarts of each board, a bound on the time.
+    The lockstep cost of a board never rises. ``goals``, shape (J,), are lockstep costs that cannot be beaten.
     """
     if boards.num_rows > SMALL or boards.num_ranks == 1:
         return

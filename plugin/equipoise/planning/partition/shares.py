@@ -48,14 +48,9 @@ def level_shares(part: IntArray, size: IntArray, cost: FloatArray, room: IntArra
 
 
 def _trade(part: IntArray, size: IntArray, weight: FloatArray, room: IntArray, *, over: bool) -> None:
-    """Swap or move whole groups of the bin that holds most, in place, while that helps.
+    """Swap or move whole groups of the bin that holds most ``weight``, in place, while that lowers it.
 
-    Args:
-        part: bin of each group.
-        size: rows of each group.
-        weight: of each group; what is lowered in the bin that holds most.
-        room: rows of each bin.
-        over: bins may be over their room, and rows without room are lowered; else all stay within it.
+    With ``over`` bins may hold more rows than they have room for, and it is that excess which is lowered.
     """
     bins, looked_at = iota(room.size), 0
     spare_weight, spare_size = np.append(weight, 0.0), np.append(size, 0)  # the last stands for no group

@@ -16,13 +16,8 @@ _MAX_SWAPS = 500_000  # looked at in one step
 class Swaps:
     """All swaps of A rows of a cell with B rows elsewhere; a partner row of n stands for none, which makes it a move.
 
-    Attributes:
-        cell: the cell.
-        rows: shape (A,).
-        partner_row: shape (B,).
-        partner_cell: shape (B,).
-        shift: cost that leaves the cell, shape (A, B).
-        allowed: shape (A, B).
+    ``rows`` has shape (A,), ``partner_row`` and ``partner_cell`` (B,); ``shift``, the cost that leaves the cell, and
+    ``allowed`` have shape (A, B).
     """
 
     cell: int

@@ -28,39 +28,33 @@ def mini_batch_rows(lengths: IntArray, is_padding: BoolArray, spec: StepSpec) ->
         ``num_mini_batches`` integer arrays; with ``equal_count`` all of one size.
     """
     blocks = split_sizes(lengths.size, spec.num_mini_batches)
+    real, padding = np.flatnonzero(~is_padding), np.flatnonzero(is_padding)
     if spec.composition == "keep":
         cut = np.split(np.arange(lengths.size), np.cumsum(blocks)[:-1])
-        real = np.array([int((~is_padding[rows]).sum()) for rows in cut])
-        if real.min() > 0 and real.max() - real.min() <= spec.dp_size:
+        count = np.array([int((~is_padding[rows]).sum()) for rows in cut])
+        if count.min() > 0 and count.max() - count.min() <= spec.dp_size:
             return cut
-        real_order = np.flatnonzero(~is_padding)
-        real_parts = np.split(real_order, np.cumsum(split_sizes(real_order.size, spec.num_mini_batches))[:-1])
     else:
-        deal = _stratified if spec.composition == "stratified" else _sorted
-        real_parts = deal(lengths, np.flatnonzero(~is_padding), spec)
-    padding = np.flatnonzero(is_padding)
+        real = real[np.argsort(-lengths[real], kind="stable")]  # falling: sorted steps hold the longest rows first
+    if spec.composition == "stratified":
+        real_parts = _stratified(real, spec)
+    else:
+        real_parts = np.split(real, np.cumsum(split_sizes(real.size, spec.num_mini_batches))[:-1])
     room = blocks - np.array([rows.size for rows in real_parts])
     pads = np.split(padding, np.cumsum(room)[:-1])
     return [np.sort(np.concatenate([rows, pad])) for rows, pad in zip(real_parts, pads, strict=True)]
 
 
-def _stratified(lengths: IntArray, real: IntArray, spec: StepSpec) -> list[IntArray]:
+def _stratified(falling: IntArray, spec: StepSpec) -> list[IntArray]:
     """Rows in falling length, dealt one to each mini-batch in an order that is drawn anew for every deal."""
     steps = spec.num_mini_batches
-    falling = real[np.argsort(-lengths[real], kind="stable")]
     draw = np.random.default_rng(spec.seed)
-    step = np.empty(real.size, dtype=np.int64)
-    whole = real.size // steps * steps
+    step = np.empty(falling.size, dtype=np.int64)
+    whole = falling.size // steps * steps
     if whole:
         step[:whole] = draw.permuted(np.tile(np.arange(steps), (whole // steps, 1)), axis=1).ravel()
-    step[whole:] = np.arange(real.size - whole)  # as split_sizes: the first steps get one more
+    step[whole:] = np.arange(falling.size - whole)  # as split_sizes: the first steps get one more
     return [np.sort(falling[step == j]) for j in range(steps)]
-
-
-def _sorted(lengths: IntArray, real: IntArray, spec: StepSpec) -> list[IntArray]:
-    """Rows in falling length, cut into mini-batches: the first one holds the longest."""
-    falling = real[np.argsort(-lengths[real], kind="stable")]
-    return np.split(falling, np.cumsum(split_sizes(real.size, spec.num_mini_batches))[:-1])
 
 
 def rank_rows(sizes: IntArray, real: IntArray, dp_size: int) -> tuple[IntArray, IntArray]:

@@ -8,11 +8,7 @@ from equipoise.planning.step.spec import StepSpec
 
 
 def check_group_tokens(tokens: IntArray, size: IntArray, j: int, spec: StepSpec) -> None:
-    """No group that must be in one micro-batch is above the cap (a lone row may be, with ``oversize="alone"``).
-
-    Raises:
-        InfeasiblePlan: a group is; names its tokens and the cap.
-    """
+    """Raise if a group that must be in one micro-batch is above the cap; a lone row may be (``oversize="alone"``)."""
     if spec.cap is None:
         return
     over = (tokens > spec.cap) & (size > 1)
@@ -20,9 +16,8 @@ def check_group_tokens(tokens: IntArray, size: IntArray, j: int, spec: StepSpec)
         most = int(tokens[over].max())
         groups = f"{int(over.sum())} groups above it in mini-batch {j}, the largest of {most} tokens"
         remedies = [f"raise max_token_len_per_gpu to {-(-most // spec.sp_size)}", 'use keep_groups="rank"']
-        raise _refused(
-            f"hold each group in one micro-batch of at most {spec.cap} tokens, the cap", groups, spec, remedies
-        )
+        rule = f"hold each group in one micro-batch of at most {spec.cap} tokens, the cap"
+        raise _refused(rule, groups, spec, remedies)
 
 
 def no_shares(
@@ -30,13 +25,8 @@ def no_shares(
 ) -> InfeasiblePlan:
     """The error for groups that do not add up to the rows that each rank (or fixed micro-batch) takes.
 
-    Args:
-        size: rows of each group of the mini-batch.
-        room: rows of each rank or micro-batch.
-        j: the mini-batch.
-        spec: the settings.
-        padded: rows of a batch with more padding for which shares are found; None for none.
-        loose: the nearest value of ``keep_groups`` that does not fail for this reason.
+    ``padded`` is the rows of a batch with more padding for which shares are found (None for none), ``loose`` the
+    nearest value of ``keep_groups`` that does not fail for this reason.
     """
     each = str(int(room.min())) if room.min() == room.max() else f"{int(room.min())} or {int(room.max())}"
     fixed = spec.keep_groups == "micro" and spec.micro_batch_size_per_gpu is not None
@@ -53,11 +43,9 @@ def no_columns(size: IntArray, j: int, spec: StepSpec) -> InfeasiblePlan:
         f"{spec.max_token_len_per_gpu}, min_micro_batches = {spec.min_micro_batches} and micro_batch_multiple = "
         f"{spec.micro_batch_multiple} ask for"
     )
-    remedies = [
-        "lower min_micro_batches or micro_batch_multiple" if spec.cap is None else "raise max_token_len_per_gpu"
-    ]
-    remedies.append('use keep_groups="rank" or "none"' if spec.keep_groups == "micro" else 'use keep_groups="none"')
-    return _refused(rule, _text(size), spec, remedies)
+    counts = "raise max_token_len_per_gpu" if spec.cap else "lower min_micro_batches or micro_batch_multiple"
+    loose = 'use keep_groups="rank" or "none"' if spec.keep_groups == "micro" else 'use keep_groups="none"'
+    return _refused(rule, _text(size), spec, [counts, loose])
 
 
 def _refused(rule: str, groups: str, spec: StepSpec, remedies: list[str]) -> InfeasiblePlan:

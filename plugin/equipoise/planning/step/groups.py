@@ -32,13 +32,7 @@ def kept_whole(
 ) -> list[list[Pieces]]:
     """For each mini-batch its pieces, once for each way in which its groups were shared out; the evenest first.
 
-    Args:
-        minis: the mini-batches.
-        members: row ids of each.
-        tokens: of all rows, shape (n,).
-        padding: shape (n,).
-        group: number of each row's group, shape (n,).
-        spec: the settings; ``keep_groups`` is not "none".
+    ``members`` are the row ids of each mini-batch; ``tokens``, ``padding`` and ``group`` are those of all rows, (n,).
 
     Raises:
         InfeasiblePlan: groups do not add up to the rows of each rank, or one is above the cap.
@@ -60,15 +54,9 @@ def kept_whole(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Grouped:
-    """The groups of one mini-batch, a padding row being one of its own.
+    """The G groups of the n rows of one mini-batch, a padding row being a group of its own.
 
-    Attributes:
-        mini: the rows.
-        of_row: group of each row, shape (n,).
-        size: rows of each group, shape (G,).
-        cost: of each group, shape (G,).
-        tokens: of each group, shape (G,).
-        padding: shape (G,).
+    ``of_row`` is the group of each row, shape (n,); ``size`` is the rows of each group, (G,), as are the others.
     """
 
     mini: MiniBatch

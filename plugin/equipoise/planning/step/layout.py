@@ -138,10 +138,6 @@ def dispatch_order(layouts: list[Layout], rows: list[IntArray]) -> tuple[IntArra
 
     The costliest micro-batch of a mini-batch runs first, so that a step that would run out of memory does so at once.
 
-    Args:
-        layouts: one for each mini-batch.
-        rows: row ids of each mini-batch, as the layout counts them.
-
     Returns:
         The order, shape (n,), and for each mini-batch an array of shape (dp_size, micro-batches); all read-only.
     """

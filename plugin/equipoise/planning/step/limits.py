@@ -8,7 +8,7 @@ import warnings
 
 from equipoise._arrays import IntArray
 from equipoise.errors import EquipoiseWarning, InfeasiblePlan, must
-from equipoise.planning.partition.pack import round_up
+from equipoise.planning.partition.pack import fewest_groups, round_up
 from equipoise.planning.step import starts
 from equipoise.planning.step.layout import Layout, MiniBatch
 from equipoise.planning.step.spec import StepSpec
@@ -77,11 +77,8 @@ def _nearest_size(n: int, spec: StepSpec) -> int | None:
     """The legal micro-batch size that is nearest to what was asked for."""
     wanted = spec.micro_batch_size_per_gpu or 1
     rows = n // (spec.dp_size * spec.num_mini_batches)
-    legal = [
-        size
-        for size in range(1, rows + 1)
-        if rows % size == 0 and _rows_divide(n, dataclasses.replace(spec, micro_batch_size_per_gpu=size))
-    ]
+    sizes = range(1, rows + 1)
+    legal = [size for size in sizes if _rows_divide(n, dataclasses.replace(spec, micro_batch_size_per_gpu=size))]
     return min(legal, key=lambda size: (abs(size - wanted), size), default=None)
 
 
@@ -113,14 +110,11 @@ def check_oversize(tokens: IntArray, spec: StepSpec) -> None:
         return
     row = int(tokens.argmax())
     over = int((tokens > spec.cap).sum())
-    text = must(
-        f"lengths[{row}]",
-        f"be at most the cap, max_token_len_per_gpu × sp_size = {spec.max_token_len_per_gpu} × {spec.sp_size}"
-        f" = {spec.cap}",
-        int(tokens[row]),
-        f"raise max_token_len_per_gpu to {-(-int(tokens[row]) // spec.sp_size)} or shorten the row"
-        + (f" ({over} rows are above the cap)" if over > 1 else ""),
-    )
+    factors = f"{spec.max_token_len_per_gpu} × {spec.sp_size} = {spec.cap}"
+    rule = f"be at most the cap, max_token_len_per_gpu × sp_size = {factors}"
+    remedy = f"raise max_token_len_per_gpu to {-(-int(tokens[row]) // spec.sp_size)} or shorten the row"
+    remedy += f" ({over} rows are above the cap)" if over > 1 else ""
+    text = must(f"lengths[{row}]", rule, int(tokens[row]), remedy)
     if spec.oversize == "error":
         raise InfeasiblePlan(f'{text}, or set oversize="alone"')
     warnings.warn(f"{text}; it gets a micro-batch of its own", EquipoiseWarning, stacklevel=3)
@@ -130,14 +124,8 @@ def fewest_columns(mini: MiniBatch, spec: StepSpec) -> int:
     """A number of micro-batches below which no layout fits."""
     if mini.fixed_rows is not None:
         return int(mini.rows[0]) // mini.fixed_rows
-    least = spec.min_micro_batches
-    if spec.cap is not None:
-        alone = mini.tokens > spec.cap
-        rest = mini.tokens[~alone]
-        wide = int((rest * 2 > spec.cap).sum())  # no two of these share a cell
-        cells = int(alone.sum()) + max(-(-int(rest.sum()) // spec.cap), wide)
-        least = max(least, -(-cells // mini.dp_size))
-    return round_up(least, spec.micro_batch_multiple)
+    cells = 0 if spec.cap is None else fewest_groups(mini.tokens, spec.cap)
+    return round_up(max(spec.min_micro_batches, -(-cells // mini.dp_size)), spec.micro_batch_multiple)
 
 
 def most_columns(mini: MiniBatch, spec: StepSpec) -> int:
@@ -164,24 +152,17 @@ def out_of_room(minis: list[MiniBatch], spec: StepSpec) -> InfeasiblePlan:
     remedies = [f"raise it to {-(-fullest.crowded_tokens() // spec.sp_size)}"]
     for multiple in range(spec.micro_batch_multiple - 1, 0, -1):
         other = dataclasses.replace(spec, micro_batch_multiple=multiple)
-        if all(
-            fewest_columns(mini, other) <= most_columns(mini, other) and roomiest(mini, other).legal(spec.cap)
-            for mini in minis
-        ):
+        if all(most_columns(mini, other) and roomiest(mini, other).legal(spec.cap) for mini in minis):
             remedies.append(f"use a micro_batch_multiple of {multiple}")
             break
     if not spec.equal_count and spec.micro_batch_multiple == 1:
         n = sum(mini.cost.size for mini in minis)
         remedies.append(f"pad to {round_up(n, spec.dp_size * spec.num_mini_batches)} rows")
-    return InfeasiblePlan(
-        must(
-            "max_token_len_per_gpu",
-            f"hold a rank's {have} rows of a mini-batch in {fullest.num_columns} micro-batches, the most that "
-            f"micro_batch_multiple = {spec.micro_batch_multiple} and equal_count = {spec.equal_count} allow",
-            spec.max_token_len_per_gpu,
-            " or ".join(remedies),
-        )
+    rule = (
+        f"hold a rank's {have} rows of a mini-batch in {fullest.num_columns} micro-batches, the most that "
+        f"micro_batch_multiple = {spec.micro_batch_multiple} and equal_count = {spec.equal_count} allow"
     )
+    return InfeasiblePlan(must("max_token_len_per_gpu", rule, spec.max_token_len_per_gpu, " or ".join(remedies)))
 
 
 def _out_of_padded_room(minis: list[MiniBatch], spec: StepSpec) -> InfeasiblePlan:

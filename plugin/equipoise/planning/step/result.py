@@ -117,7 +117,8 @@ class StepPlan:
 
     def rank_rows(self, rank: int) -> IntArray:
         """Row ids of ``rank`` in dispatch order."""
-        self._check_rank(rank)
+        if not 0 <= rank < self.dp_size:
+            raise InvalidInput(must("rank", f"be from 0 to {self.dp_size - 1}", rank, "pass a data-parallel rank"))
         start = int(self.rows_per_rank[:rank].sum())
         return self.order[start : start + int(self.rows_per_rank[rank])]
 
@@ -150,7 +151,3 @@ class StepPlan:
         figures[f"{prefix}efficiency"] = self.stats.efficiency
         figures[f"{prefix}num_padding"] = float(self.stats.num_padding)
         return figures
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.dp_size:
-            raise InvalidInput(must("rank", f"be from 0 to {self.dp_size - 1}", rank, "pass a data-parallel rank"))

@@ -25,12 +25,7 @@ _KICKS = 40  # of all small mini-batches together
 
 
 def search(candidates: list[list[Pieces]], spec: StepSpec) -> list[Layout | None]:
-    """The best layout found for each mini-batch, or None.
-
-    Args:
-        candidates: for each mini-batch its pieces; several where groups may be shared out in several ways.
-        spec: the settings.
-    """
+    """The best layout found for each mini-batch, or None; of several ways to share out its groups, the best."""
     found: list[Layout | None] = [None] * len(candidates)
     if spec.algorithm == "refined":
         found = _refined(candidates, spec)

@@ -16,14 +16,7 @@ from equipoise.planning.step.layout import Layout, MiniBatch
 
 
 def portfolio(board: MiniBatch, num_columns: int, home: IntArray | None, cell: IntArray | None) -> list[IntArray]:
-    """Where the search starts: given cells, or the cells of two rules.
-
-    Args:
-        board: rows, or groups as rows.
-        num_columns: micro-batches of each rank.
-        home: rank of each row, -1 for padding; None where it is free.
-        cell: cells that are given already.
-    """
+    """Where the search starts: given cells, or those of two rules; ``home`` is the rank of each row, -1 for padding."""
     if cell is not None:
         return [cell]
     if num_columns == 1 or board.fixed_rows is not None:  # the second would be the first over again
@@ -98,15 +91,8 @@ def rank_by_rule(mini: MiniBatch, algorithm: str) -> IntArray:
 def by_ranks(mini: MiniBatch, rank: IntArray, num_columns: int, algorithm: str, cap: int | None) -> IntArray | None:
     """Each rank's rows divided into micro-batches, fullest micro-batch first: what trainers do.
 
-    Args:
-        mini: the mini-batch.
-        rank: as :func:`rank_by_rule` gives it.
-        num_columns: micro-batches of each rank.
-        algorithm: the rule.
-        cap: the most tokens of a micro-batch of more than one row.
-
     Returns:
-        The cell of each row, or None as soon as a micro-batch is above the cap.
+        The cell of each row, or None as soon as a micro-batch of more than one row is above the cap.
     """
     cell = np.full(mini.cost.size, -1, dtype=np.int64)
     tokens = mini.tokens.astype(np.float64)
@@ -133,12 +119,8 @@ def by_ranks(mini: MiniBatch, rank: IntArray, num_columns: int, algorithm: str, 
 def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None) -> Layout:
     """Contiguous ranks, and micro-batches filled in order.
 
-    Where ranks have unequal rows, a rank may be left with fewer micro-batches than another.
-
-    Args:
-        mini: the mini-batch.
-        least_columns: at least so many micro-batches.
-        cap: the most tokens of a micro-batch; a longer row stands alone.
+    A row above the cap stands alone. Where ranks have unequal rows, one may be left with fewer micro-batches than
+    another.
     """
     ranks = mini.dp_size
     padded = mini.padded is not None

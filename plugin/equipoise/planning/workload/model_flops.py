@@ -89,9 +89,8 @@ class _Shape:
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             remedy = "pass the model's own transformers configuration"
-            raise InvalidInput(
-                must(f"{self.model_type} config.{name}", "be a whole number of at least 1", value, remedy)
-            )
+            rule = "be a whole number of at least 1"
+            raise InvalidInput(must(f"{self.model_type} config.{name}", rule, value, remedy))
         return value
 
 
@@ -153,8 +152,5 @@ def _window(shape: _Shape, layer: int) -> int | None:
         return window if kinds[layer] == "sliding_attention" else None
     if shape.model_type in {"mistral", "mixtral", "phi3", "starcoder2"}:
         return window
-    rule, remedy = (
-        "say which layers slide when sliding_window is set",
-        "pass the configuration as transformers makes it",
-    )
+    rule, remedy = "say which layers slide with a sliding_window", "pass the configuration as transformers makes it"
     raise InvalidInput(must(f"{shape.model_type} config.layer_types", rule, None, remedy))
