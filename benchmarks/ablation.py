@@ -34,6 +34,7 @@ BEGIN, END = "<!-- ablation: begin -->", "<!-- ablation: end -->"
 MEAN, CELL = 0.002, 0.01
 SMALL = ("8x2x1", "32x4x1", "64x8x1", "128x16x4")
 LARGE = ("256x8x1", "512x32x1", "1024x16x4", "2048x32x4")
+LARGEST = ("16384x128x4",)
 
 Task = Callable[[], float | None]
 """Plans one case and returns its cost, or None where there is no plan."""
@@ -154,6 +155,7 @@ def families(sets: Sequence[str], seeds: int) -> list[Family]:
     return [
         _steps("small steps", sets, SMALL, 2 * seeds, {}),
         _steps("large steps", sets, LARGE, seeds, {}),
+        _steps("largest steps", sets, LARGEST, seeds, {}),
         _steps("objective rank", sets, ("32x4x1", "128x16x4", "512x8x2"), seeds, {"objective": "rank"}),
         _steps("fixed rows", sets, ("32x4x1", "512x8x2"), seeds, fixed),
         _solved(60 * seeds),

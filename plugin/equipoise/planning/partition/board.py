@@ -54,8 +54,7 @@ class Boards:
         num_columns: int,
         kind: IntArray | None = None,
     ) -> None:
-        self.num_boards: int = cost.shape[0]
-        self.num_rows: int = cost.shape[1]
+        self.num_boards, self.num_rows = int(cost.shape[0]), int(cost.shape[1])
         self.num_ranks, self.num_columns = num_ranks, num_columns
         self.num_cells = num_ranks * num_columns
         # A last, empty row of cost 0 stands for "no row" in the slots that a cell does not use.
@@ -88,15 +87,10 @@ class Boards:
 
     def select(self, boards: IntArray) -> Boards:
         """The boards of these numbers, shape (J',), as boards of their own."""
-        n = self.num_rows
-        return Boards(
-            self.cost[boards, :n],
-            self.tokens[boards, :n],
-            self.cell[boards],
-            num_ranks=self.num_ranks,
-            num_columns=self.num_columns,
-            kind=None if self.kind is None else self.kind[boards, :n],
-        )
+        cost, tokens = self.cost[boards, :-1], self.tokens[boards, :-1]
+        kind = None if self.kind is None else self.kind[boards, :-1]
+        grid = {"num_ranks": self.num_ranks, "num_columns": self.num_columns}
+        return Boards(cost, tokens, self.cell[boards], kind=kind, **grid)
 
     def ensure_room(self, width: int) -> None:
         """Make every cell hold at least ``width`` rows."""
@@ -193,11 +187,8 @@ class Boards:
         flat = gain.reshape(board.size, -1)
         best = flat.argmax(axis=1)
         won = flat[np.arange(board.size), best] > 1e-12 * gap * gap
-        if not won.any():
-            return 0
-        pick = best[won]
-        i, m = pick // width, pick % width
-        self.swap(board[won], full[won], i, empty[won], m)
+        if won.any():
+            self.swap(board[won], full[won], best[won] // width, empty[won], best[won] % width)
         return int(won.sum())
 
     def _weights_of_free_rows(

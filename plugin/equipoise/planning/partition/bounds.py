@@ -59,14 +59,9 @@ def _columns_bound(cost: FloatArray, tokens: IntArray, num_ranks: int, cap: int)
     upto_cost = np.concatenate([[0.0], np.cumsum(cost[order])])
     best = levels = 0.0
     for k in range(1, columns + 1):
-        firsts = [
-            float(rows[(k - 1) * c * num_ranks])
-            for c, rows in zip(_SHARES, wide, strict=True)
-            if rows.size > (k - 1) * c * num_ranks
-        ]
-        if k == 1:
-            firsts.append(float(cost.max()))
-        levels += max(firsts, default=0.0)
+        places = [(k - 1) * c * num_ranks for c in _SHARES]
+        firsts = [float(rows[at]) for at, rows in zip(places, wide, strict=True) if rows.size > at]
+        levels += max(firsts, default=0.0) if k > 1 else float(cost.max())
         held = float(np.interp(k * num_ranks * cap, upto_tokens, upto_cost))
         best = max(best, levels + max(0.0, total - held) / num_ranks)
     return best

@@ -153,12 +153,7 @@ def _divide_groups(algorithm: str, values: FloatArray, k: int, *, equal_size: bo
         rule = f"be at most the number of groups, {size.size}"
         raise InfeasiblePlan(must("k", rule, k, f"use k <= {size.size} or do not keep groups whole"))
     if equal_size and ((size != size[0]).any() or size.size % k):
-        raise InfeasiblePlan(
-            must(
-                "group_ids",
-                f"form groups of one size, a multiple of k = {k} of them, with equal_size=True",
-                f"{size.size} groups of {int(size.min())} to {int(size.max())} rows",
-                "pass equal_size=False",
-            )
-        )
+        rule = f"form groups of one size, a multiple of k = {k} of them, with equal_size=True"
+        groups = f"{size.size} groups of {int(size.min())} to {int(size.max())} rows"
+        raise InfeasiblePlan(must("group_ids", rule, groups, "pass equal_size=False"))
     return _divide(algorithm, sums(group, values, size.size), k, equal_size=equal_size)[group]

@@ -16,10 +16,7 @@ from equipoise._arrays import FloatArray, IntArray
 def longest_first(weights: FloatArray, k: int, *, max_rows: IntArray | None = None) -> IntArray:
     """Part of each row, shape (n,).
 
-    Args:
-        weights: at least 0, shape (n,).
-        k: number of parts.
-        max_rows: the most rows of each part, shape (k,), adding up to at least n; None for no limit.
+    ``weights`` are at least 0, shape (n,); ``max_rows`` are the most rows of each part, shape (k,), n or more together.
     """
     part = np.empty(weights.size, dtype=np.int64)
     limits = [weights.size] * k if max_rows is None else max_rows.tolist()

@@ -16,13 +16,9 @@ from equipoise._arrays import FloatArray, IntArray, iota
 
 
 def equal_size(weights: FloatArray, k: int) -> IntArray:
-    """Part of each row, shape (n,), each part with n / k rows.
+    """Part of each row, shape (n,), each part with n / k rows: n must be a multiple of k.
 
     The first states are runs of k rows in falling order, one row a part.
-
-    Args:
-        weights: at least 0, shape (n,), n a multiple of k.
-        k: number of parts.
     """
     n = weights.size
     falling = np.argsort(-weights, kind="stable").reshape(-1, k)
@@ -53,10 +49,6 @@ def free_size(weights: FloatArray, k: int) -> IntArray:
 
     Only the non-empty parts of a state are stored: at first each state is a single row, and most merges join two
     states that still fit side by side.
-
-    Args:
-        weights: at least 0, shape (n,).
-        k: number of parts.
     """
     n = weights.size
     if k == 1:

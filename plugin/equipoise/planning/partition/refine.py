@@ -22,11 +22,10 @@ def even_out_loads(boards: Boards, rules: Rules, *, max_rounds: int = 48, tolera
     They stop as well where every board's lockstep cost is within ``tolerance`` of the sum of its levels.
     """
     active = np.ones(boards.num_boards, dtype=np.bool_)
-    kinds: tuple[Pairs, ...] = ("any",) if boards.num_columns == 1 else ("column", "any")
-    if boards.num_columns > 1 and rules.moves != "none":
-        kinds = ("rank", *kinds)
-    idle = 0
-    before: FloatArray = np.full(boards.num_boards, np.inf)
+    kinds: tuple[Pairs, ...] = ("any",) if boards.num_columns == 1 else ("rank", "column", "any")
+    if rules.moves == "none":
+        kinds = tuple(kind for kind in kinds if kind != "rank")
+    idle, before = 0, np.full(boards.num_boards, np.inf)
     for turn in range(max_rounds):
         target = boards.targets()
         goal = target[:, :: boards.num_ranks].sum(axis=1)
@@ -143,11 +142,7 @@ def polish(
 
 
 def _step(boards: Boards, j: int, rules: Rules, stuck: BoolArray, tolerance: float) -> tuple[int, bool]:
-    """Try the column with the most to win.
-
-    Returns:
-        How many swaps were looked at, 0 once every column is level or stuck; and whether one was made.
-    """
+    """Try the column with the most to win: how many swaps were looked at, 0 if none is left, and if one was made."""
     load = boards.load[j]
     columns = load.reshape(boards.num_columns, boards.num_ranks)
     top = columns.max(axis=1)

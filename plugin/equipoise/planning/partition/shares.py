@@ -21,12 +21,8 @@ _EXACT_NODES = 20_000
 def share_out(size: IntArray, cost: FloatArray, room: IntArray) -> IntArray | None:
     """Bin of each group, shape (G,), none of them holding more rows than it has room for; None if none was found.
 
-    The dearest group chooses first, and takes the cheapest bin with room.
-
-    Args:
-        size: rows of each group, shape (G,).
-        cost: of each group, shape (G,).
-        room: rows that each bin takes, shape (k,). What groups do not fill is left to single rows.
+    The dearest group chooses first, and takes the cheapest bin with room. ``size`` is the rows of each group, ``room``
+    the rows that each bin takes, shape (k,); what groups do not fill is left to single rows.
 
     >>> share_out(np.array([2, 1, 1]), np.array([5.0, 3.0, 1.0]), np.array([2, 2])).tolist()
     [0, 1, 1]

@@ -49,11 +49,9 @@ def _stratified(falling: IntArray, spec: StepSpec) -> list[IntArray]:
     """Rows in falling length, dealt one to each mini-batch in an order that is drawn anew for every deal."""
     steps = spec.num_mini_batches
     draw = np.random.default_rng(spec.seed)
-    step = np.empty(falling.size, dtype=np.int64)
-    whole = falling.size // steps * steps
-    if whole:
-        step[:whole] = draw.permuted(np.tile(np.arange(steps), (whole // steps, 1)), axis=1).ravel()
-    step[whole:] = np.arange(falling.size - whole)  # as split_sizes: the first steps get one more
+    rounds, rest = divmod(falling.size, steps)  # as split_sizes: the first steps get one more
+    dealt: IntArray = draw.permuted(np.tile(np.arange(steps), (rounds, 1)), axis=1).ravel()
+    step = np.append(dealt, np.arange(rest))
     return [np.sort(falling[step == j]) for j in range(steps)]
 
 

@@ -113,7 +113,7 @@ def _shares(grouped: _Grouped, spec: StepSpec) -> list[IntArray]:
     """Bins of the groups that are no padding: by a plain rule, or by several and levelled; those that were found."""
     size, cost, room = grouped.size[grouped.real], grouped.cost[grouped.real], grouped.room(spec)
     if not size.size:
-        return [np.empty(0, dtype=np.int64)]
+        return [size]
     found: list[IntArray | None] = []
     even = size.size % room.size == 0 and (size == size[0]).all()
     if spec.algorithm != "lpt" and even and size.size // room.size * size[0] <= room.min():

@@ -13,8 +13,6 @@ from equipoise.planning.step import starts
 from equipoise.planning.step.layout import Layout, MiniBatch
 from equipoise.planning.step.spec import StepSpec
 
-# -- numbers of rows --------------------------------------------------------------------------------------------------
-
 
 def check_counts(n: int, num_real: int, spec: StepSpec) -> None:
     """The rows divide as the spec asks, whatever their lengths.
@@ -97,9 +95,6 @@ def _check_micro_batch_counts(n: int, spec: StepSpec) -> None:
         raise InfeasiblePlan(must("min_micro_batches", rule, least, f"use at most {most} or {pad}"))
 
 
-# -- tokens -----------------------------------------------------------------------------------------------------------
-
-
 def check_oversize(tokens: IntArray, spec: StepSpec) -> None:
     """No row is above the cap; with ``oversize="alone"`` a warning says which is.
 
@@ -171,6 +166,6 @@ def _out_of_padded_room(minis: list[MiniBatch], spec: StepSpec) -> InfeasiblePla
         f"hold a rank's {rows} rows of a mini-batch, padded to the longest of a micro-batch, in a multiple of "
         f"micro_batch_multiple = {spec.micro_batch_multiple} micro-batches"
     )
-    even = "" if spec.equal_count else " or pad so that ranks have equal rows"
-    remedy = f"raise it or lower micro_batch_multiple{even}"
+    remedy = "raise it or lower micro_batch_multiple"
+    remedy += "" if spec.equal_count else " or pad so that ranks have equal rows"
     return InfeasiblePlan(must("max_token_len_per_gpu", rule, spec.max_token_len_per_gpu, remedy))

@@ -141,11 +141,10 @@ class StepPlan:
         """
         figures: dict[str, float] = {}
         for suffix, stats in (("", self.stats), ("_incoming", self.incoming)):
-            bound = stats.bound or 1.0
-            figures[f"{prefix}lockstep_over_bound{suffix}"] = stats.lockstep_cost / bound if stats.bound else 1.0
-            figures[f"{prefix}rank_over_bound{suffix}"] = stats.rank_cost / bound if stats.bound else 1.0
-            idle = 1 - stats.ideal / stats.lockstep_cost if stats.lockstep_cost else 0.0
-            figures[f"{prefix}idle_share{suffix}"] = idle
+            lockstep, rank, bound = stats.lockstep_cost, stats.rank_cost, stats.bound
+            figures[f"{prefix}lockstep_over_bound{suffix}"] = lockstep / bound if bound else 1.0
+            figures[f"{prefix}rank_over_bound{suffix}"] = rank / bound if bound else 1.0
+            figures[f"{prefix}idle_share{suffix}"] = 1 - stats.ideal / lockstep if lockstep else 0.0
             figures[f"{prefix}max_tokens{suffix}"] = float(stats.max_tokens)
             figures[f"{prefix}num_micro_batches{suffix}"] = float(stats.num_micro_batches)
         figures[f"{prefix}efficiency"] = self.stats.efficiency

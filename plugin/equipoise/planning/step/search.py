@@ -46,9 +46,6 @@ def _at_least_as_good(layout: Layout | None, candidates: list[Pieces], spec: Ste
     return min(chosen, key=lambda each: (each.value(spec), each.lockstep()), default=None)
 
 
-# -- plain rules ------------------------------------------------------------------------------------------------------
-
-
 def _by_rules(pieces: Pieces, spec: StepSpec, *, below: float, sure: bool) -> list[Layout]:
     """What each rule alone returns, but where its ranks alone show that it costs ``below`` or more.
 
@@ -56,18 +53,16 @@ def _by_rules(pieces: Pieces, spec: StepSpec, *, below: float, sure: bool) -> li
     """
     if pieces.cell is not None:
         return [pieces.layout(fewest_columns(pieces.board, spec), pieces.cell)]
-    found: list[Layout] = []
-    roomiest = sure and spec.algorithm == "refined"
+    found: list[Layout | None] = []
     for rule in ("kk", "lpt") if spec.algorithm == "refined" else (spec.algorithm,):
         rank = starts.rank_by_rule(pieces.board, rule) if pieces.home is None else pieces.home
         real = rank >= 0
         if sums(rank[real], pieces.board.cost[real], pieces.mini.dp_size).max() >= below:
             continue
-        layout = _by_rule(pieces, rank, rule, spec)
-        found += [] if layout is None else [layout]
-        roomiest |= layout is None
-    last = _roomiest(pieces, spec) if roomiest else None
-    return found if last is None else [*found, last]
+        found.append(_by_rule(pieces, rank, rule, spec))
+    if None in found or (sure and spec.algorithm == "refined"):
+        found.append(_roomiest(pieces, spec))
+    return [layout for layout in found if layout is not None]
 
 
 def _by_rule(pieces: Pieces, rank: IntArray, rule: str, spec: StepSpec) -> Layout | None:
@@ -98,9 +93,6 @@ def _roomiest(pieces: Pieces, spec: StepSpec) -> Layout | None:
     polish(boards, rules)
     layout = pieces.layout(columns, boards.cell[0])
     return layout if layout.legal(spec.cap) else None
-
-
-# -- search -----------------------------------------------------------------------------------------------------------
 
 
 def _refined(candidates: list[list[Pieces]], spec: StepSpec) -> list[Layout | None]:

@@ -19,9 +19,8 @@ def portfolio(board: MiniBatch, num_columns: int, home: IntArray | None, cell: I
     """Where the search starts: given cells, or those of two rules; ``home`` is the rank of each row, -1 for padding."""
     if cell is not None:
         return [cell]
-    if num_columns == 1 or board.fixed_rows is not None:  # the second would be the first over again
-        return [by_tiers(board, num_columns, home)]
-    return [by_tiers(board, num_columns, home), by_stripes(board, num_columns, home)]
+    alike = num_columns == 1 or board.fixed_rows is not None  # the second would be the first over again
+    return [rule(board, num_columns, home) for rule in ((by_tiers,) if alike else (by_tiers, by_stripes))]
 
 
 def by_tiers(mini: MiniBatch, num_columns: int, home: IntArray | None = None) -> IntArray:
@@ -53,8 +52,7 @@ def by_stripes(mini: MiniBatch, num_columns: int, home: IntArray | None = None) 
 def by_fold(mini: MiniBatch, num_columns: int, home: IntArray | None = None) -> IntArray:
     """The roomiest layout: the longest rows alone, the others longest with shortest, padding treated like any row.
 
-    With at most two rows to a cell, as in the most columns that a rank's rows allow, no layout has more room. Where
-    rows have a home, padding is placed last.
+    With at most two rows to a cell no layout has more room. Where rows have a home, padding is placed last.
     """
     tokens = mini.tokens.astype(np.float64)
     if home is not None:
@@ -123,16 +121,13 @@ def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None) -> Layout:
     another.
     """
     ranks = mini.dp_size
-    padded = mini.padded is not None
     ends = np.cumsum(mini.rows).tolist()
     cuts: list[list[int]] = []
     for start, end in itertools.pairwise([0, *ends]):
-        if mini.fixed_rows is not None:
-            cuts.append(list(range(start, end, mini.fixed_rows)))
-        elif cap is None:
-            cuts.append([start])
+        if cap is None:
+            cuts.append(list(range(start, end, mini.fixed_rows or end)))
         else:
-            cuts.append(_next_fit(mini.tokens, start, end, cap, padded=padded))
+            cuts.append(_next_fit(mini.tokens, start, end, cap, padded=mini.padded is not None))
     columns = max(least_columns, *map(len, cuts))
     cell = np.empty(mini.cost.size, dtype=np.int64)
     for r, end in enumerate(ends):

@@ -41,9 +41,6 @@ def searched(mini: MiniBatch, spec: StepSpec, num_minis: int) -> Layout | None:
     return min((layout, better), key=lambda each: (each.value(spec), each.lockstep()))
 
 
-# -- tiers ------------------------------------------------------------------------------------------------------------
-
-
 def by_tiers(mini: MiniBatch, spec: StepSpec) -> Layout | None:
     """The best tiers: in the fewest columns, or in more of them while each saves more than the overhead.
 
@@ -118,11 +115,9 @@ def _falling(mini: MiniBatch) -> IntArray:
 def _tops(mini: MiniBatch, places: IntArray) -> tuple[FloatArray, IntArray]:
     """Cost and tokens of the longest row at or after each position of the ranks."""
     first = np.minimum(mini.real_rows[None, :], places[:, None]).sum(axis=1)
-    falling, pads = _falling(mini), np.flatnonzero(mini.padding)
-    least_cost = float(mini.cost[pads].max()) if pads.size else 0.0
-    least_tokens = int(mini.tokens[pads].max()) if pads.size else 0
-    cost = np.maximum(np.append(mini.cost[falling], 0.0)[first], least_cost)
-    return cost, np.maximum(np.append(mini.tokens[falling], 0)[first], least_tokens)
+    falling, pads = _falling(mini), mini.padding
+    cost = np.maximum(np.append(mini.cost[falling], 0.0)[first], mini.cost[pads].max(initial=0.0))
+    return cost, np.maximum(np.append(mini.tokens[falling], 0)[first], mini.tokens[pads].max(initial=0))
 
 
 def _tiers(mini: MiniBatch, cuts: list[int]) -> Layout:
@@ -147,9 +142,6 @@ def _tiers(mini: MiniBatch, cuts: list[int]) -> Layout:
     return Layout(mini, len(cuts), cell)
 
 
-# -- descent ----------------------------------------------------------------------------------------------------------
-
-
 class _Descent:
     """First improvements over all pairs of rows, then over all moves, with the rows of each cell kept."""
 
@@ -162,19 +154,16 @@ class _Descent:
 
     def sweep(self) -> bool:
         """Whether any change was made."""
-        mini, ranks = self.mini, self.mini.dp_size
+        mini, ranks, n = self.mini, self.mini.dp_size, self.mini.cost.size
         changed = False
-        n, cells = mini.cost.size, len(self.rows)
-        fixed = mini.fixed_rows is not None
         for a in range(n):
             for b in range(a + 1, n):
                 i, j = int(self.cell[a]), int(self.cell[b])
                 alike = mini.padding[a] == mini.padding[b] or i % ranks == j % ranks
                 if i != j and alike and mini.tokens[a] != mini.tokens[b]:
                     changed |= self._try(i, j, [a], [b])
-            for column in range(0 if fixed else cells // ranks):
+            for j in range(int(self.cell[a]) % ranks, 0 if mini.fixed_rows else len(self.rows), ranks):
                 i = int(self.cell[a])
-                j = column * ranks + i % ranks
                 if i != j and len(self.rows[i]) > 1:
                     changed |= self._try(i, j, [a], [])
             if self.calls >= self.max_calls:
@@ -187,11 +176,9 @@ class _Descent:
         after_j = [row for row in self.rows[j] if row not in come] + leave
         if not (self._fits(after_i) and self._fits(after_j)):
             return False
-        ranks = self.mini.dp_size
         load: FloatArray = np.array(self.load)
-        for cell, rows in ((i, after_i), (j, after_j)):
-            load[cell // ranks, cell % ranks] = micro_batch_cost(self.model, self.mini.tokens[rows])
-            self.calls += 1
+        load.flat[[i, j]] = [micro_batch_cost(self.model, self.mini.tokens[rows]) for rows in (after_i, after_j)]
+        self.calls += 2
         if not self._value(load) < self._value(self.load) * (1 - 1e-12):
             return False
         self.load, self.rows[i], self.rows[j] = load, after_i, after_j

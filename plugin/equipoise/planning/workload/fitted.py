@@ -128,16 +128,11 @@ def _non_negative(features: FloatArray, measured: FloatArray, weight: FloatArray
     best, least = np.zeros(3), float(target @ target)
     for free in itertools.product([False, True], repeat=3):
         use: BoolArray = np.array(free)
-        if not use.any():
-            continue
-        found: FloatArray = np.asarray(np.linalg.lstsq(matrix[:, use], target, rcond=None)[0], dtype=np.float64)
-        if (found < 0).any():
-            continue
-        error = float(((matrix[:, use] @ found - target) ** 2).sum())
-        if error < least * (1 - 1e-12):
-            least = error
-            best = np.zeros(3)
-            best[use] = found
+        found = np.zeros(3)
+        found[use] = np.linalg.lstsq(matrix[:, use], target, rcond=None)[0] if use.any() else 0.0
+        error = float(((matrix @ found - target) ** 2).sum())
+        if (found >= 0).all() and error < least * (1 - 1e-12):
+            best, least = found, error
     return best / scale
 
 

@@ -37,8 +37,7 @@ class PaddedCost:
     length. The more micro-batches, the less padding, down to one row in each: unless ``micro_batch_overhead`` says what
     one more costs, plans stay near the fewest that fit under the cap.
 
-    Where a longer row costs no less than a shorter one, a micro-batch costs at least the sum of its rows alone, so that
-    bounds from the rows' own costs, such as their sum divided by the ranks, still hold.
+    As a longer row costs no less than a shorter one, bounds from the rows' own costs still hold.
 
     Args:
         model: cost of one row from its length; must not fall with the length.
