@@ -63,6 +63,24 @@ def test_nothing_is_measured_unless_asked_for() -> None:
     assert not runner.known.samples
 
 
+def test_lengths_of_a_rollout_are_expected_of_the_next() -> None:
+    engine = ToyEngine()
+    runner = rebalancer(engine)
+    runner.generate(asked())
+    engine.waiting = {name: request(name, 50, seed=seed) for seed, name in enumerate("abc")}
+    (requests,) = runner.known.requests([runner.table()])
+    assert [request.expected_remaining for request in requests] == [9, 2, 13]
+
+
+def test_a_table_tells_how_many_tokens_may_still_come() -> None:
+    engine = ToyEngine()
+    engine.waiting = {"a": request("a", 9, seed=0)}
+    engine.step()
+    engine.step()
+    (row,) = rebalancer(engine).table().rows
+    assert (row.num_output, row.max_remaining) == (2, 7)
+
+
 def test_tiers_must_be_those_of_the_engine() -> None:
     with pytest.raises(eq.InvalidInput, match=r"tiers.*8, 4, 2.*16"):
         rebalancer(ToyEngine(), tiers=(16,))

@@ -99,6 +99,16 @@ def test_an_exchange_that_took_long_is_held_against_the_next() -> None:
     assert known.plan(found, plan_rebalance) == ([], 0.0)
 
 
+def test_what_moved_last_stays_where_others_can_move() -> None:
+    known = Knowledge(RebalancerConfig(tiers=TIERS))
+    found = tables(8, 0)
+    first, _ = known.plan(found, plan_rebalance)
+    known.note_moves(found, first)
+    second, _ = known.plan(found, plan_rebalance)
+    assert len(first) == len(second) == 4
+    assert not {move.request_id for move in first} & {move.request_id for move in second}
+
+
 def test_a_move_without_its_cache_must_pay_for_the_prefill() -> None:
     """Half a second a step for 100 steps at most, against 240 tokens at a second each."""
     for seconds, transfer, number in ((0.01, "recompute", 4), (1.0, "recompute", 0), (1.0, "kv", 4)):
@@ -115,6 +125,14 @@ def test_a_receiver_takes_no_more_than_its_free_slots() -> None:
     found = tables(8, 3, 8, slots=4)
     wanted = [Move(0, 1, "0.0"), Move(0, 1, "0.1"), Move(2, 1, "2.0")]
     assert fitting(found, wanted, transfer="kv") == wanted[:1]
+
+
+@pytest.mark.parametrize(("transfer", "number"), [("kv", 1), ("recompute", 0)])
+def test_a_prefill_needs_room_for_all_tokens_and_a_cache_for_those_it_holds(transfer: str, number: int) -> None:
+    found = tables(1, 0, free_blocks=7)
+    row = replace(found[0].rows[0], num_tokens=57, num_cached=56)
+    found[0] = replace(found[0], rows=(row,))
+    assert len(fitting(found, [Move(0, 1, "0.0")], transfer=transfer)) == number
 
 
 def test_moves_change_what_ranks_hold() -> None:
