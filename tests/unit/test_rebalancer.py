@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import equipoise as eq
 from equipoise.rollout.transfer import RequestState, StepReport
-from equipoise.rollout.transfer.rebalancer import RolloutRebalancer
+from equipoise.rollout.transfer.rebalancer import Check, RolloutRebalancer
 from tests.toy_engine import TIERS, ToyEngine, answer, request
 
 
@@ -55,6 +55,20 @@ def test_checks_and_steps_are_counted() -> None:
     assert figures["rollout/tier_mean"] == figures["rollout/tier_unmoved_mean"] == 2.4
     assert figures["rollout/saved_measured_s"] == 0
     assert 0 < figures["rollout/idle_share"] < 1
+
+
+def test_measured_savings_are_those_of_lower_tiers_less_the_exchanges() -> None:
+    runner = rebalancer(ToyEngine())
+    runner.known.samples.extend([(8, 90, 0.4), (8, 90, 0.5), (8, 90, 0.9), (4, 90, 0.2)])
+    for tier, unmoved, seconds in ((4, 8, 0.125), (8, 8, 0.0), (2, 8, 0.25)):  # tier 2 was never measured
+        seen: dict[str, Any] = {"step": 0, "running": (1,), "waiting": (0,), "kv_bytes": 0, "waited_s": 0.0}
+        runner.checks.append(
+            Check(tier=tier, tier_unmoved=unmoved, num_moved=1, predicted_s=0.5, seconds=seconds, **seen)
+        )
+    figures = runner.metrics("")
+    assert figures["saved_measured_s"] == pytest.approx(3 * (0.5 - 0.2) - 0.375)
+    assert (figures["saved_predicted_s"], figures["exchange_s"], figures["moves"]) == (1.5, 0.375, 3)
+    assert figures["tier_mean"] == pytest.approx((4 + 8 + 2) / 3)
 
 
 def test_nothing_is_measured_unless_asked_for() -> None:
@@ -145,3 +159,4 @@ def test_sampling_changes_nothing_unless_asked_for() -> None:
         seed=0, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
     )
     assert eq.Sampling() == plain
+    assert eq.Sampling().max_tokens == 16
