@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,22 +222,69 @@ def test_nothing_of_tokens_by_tokens_is_made(name: str, stated: bool) -> None:
     assert largest.any >= total * total  # the ruler measures what it should
 
 
+@pytest.mark.parametrize("scaling", [0.9, None])
 @pytest.mark.parametrize(("window", "softcap"), [(5, None), (5, 0.7), (None, 0.7), (40, None), (33, None)])
 def test_blocks_of_queries_are_one_mask(
-    monkeypatch: pytest.MonkeyPatch, window: int | None, softcap: float | None
+    monkeypatch: pytest.MonkeyPatch, window: int | None, softcap: float | None, scaling: float | None
 ) -> None:
     draw = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(heads, 33, 4, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
-    options = _kernels.Options(scaling=0.9, window=window, softcap=softcap)
+    q, k, v = (torch.randn(heads, 33, 6, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
+    options = _kernels.Options(scaling=scaling, window=window, softcap=softcap)
     monkeypatch.setattr(_kernels, "BLOCK", 8)
     got = _kernels.varlen(q, k, v, (33,), options)
     for head in range(4):
         for i in range(33):
             first = 0 if window is None else max(0, i - window + 1)
-            scores = 0.9 * k[head // 2, first : i + 1] @ q[head, i]
+            scores = (scaling or 6**-0.5) * k[head // 2, first : i + 1] @ q[head, i]
             scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
             expected = torch.softmax(scores, 0) @ v[head // 2, first : i + 1]
             torch.testing.assert_close(got[i, head], expected, rtol=1e-12, atol=1e-12)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+) -> torch.Tensor:
+    """What flash_attn documents, query by query; of a window it takes the tokens before and after a query's own."""
+    assert causal
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    edges = cu_seqlens_q.tolist()
+    assert cu_seqlens_k.tolist() == edges
+    assert max_seqlen_q == max_seqlen_k == max(end - start for start, end in itertools.pairwise(edges))
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    out = torch.zeros_like(q)
+    for start, end in itertools.pairwise(edges):
+        for i, head in itertools.product(range(start, end), range(q.shape[1])):
+            first, last = (start if window_size[0] < 0 else max(start, i - window_size[0])), i + 1
+            of = head * k.shape[1] // q.shape[1]
+            scores = scale * k[first:last, of] @ q[i, head]
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            out[i, head] = torch.softmax(scores, 0) @ v[first:last, of]
+    return out
+
+
+@pytest.mark.parametrize("scaling", [0.9, None])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 0.7), (20, None)])
+def test_flash_attn_is_asked_for_what_one_by_one_computes(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, softcap: float | None, scaling: float | None
+) -> None:
+    draw = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(heads, 24, 6, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
+    options = _kernels.Options(scaling=scaling, window=window, softcap=softcap)
+    module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)  # pyright: ignore[reportArgumentType]
+    got = _kernels._flash_attn(q, k, v, LENGTHS, options)  # pyright: ignore[reportPrivateUsage]
+    torch.testing.assert_close(got, _kernels.one_by_one(q, k, v, LENGTHS, options), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("softcap", [None, 0.7])

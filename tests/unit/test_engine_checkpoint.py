@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -131,6 +132,26 @@ def test_what_was_written_is_read_before_it_is_published(tmp_path: Path, monkeyp
     assert load(tmp_path)[0] == {"fine": 1}
 
 
+def test_all_that_was_written_is_flushed_to_disk_before_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.add(os.fstat(descriptor).st_ino))  # pyright: ignore[reportUnknownLambdaType]
+    written: list[Path] = []
+    rename = Path.rename
+
+    def publish(draft: Path, final: Path) -> Path:
+        if draft.is_dir():
+            written.extend([draft, *draft.iterdir()])
+            assert flushed.issuperset(path.stat().st_ino for path in written)
+        return rename(draft, final)
+
+    monkeypatch.setattr(Path, "rename", publish)
+    save(tmp_path, {"fine": 1})
+    assert len(written) >= 4, "folder, weights, their index, extra"
+    assert flushed.issuperset(path.stat().st_ino for path in (tmp_path, tmp_path / "latest"))
+
+
 def test_folders_that_are_not_checkpoints_are_ignored(tmp_path: Path) -> None:
     """Case P13 of the reported cases: `step_00000010_backup` beside the checkpoints."""
     others = ["step_00000010_backup", "step_latest", "step_7", "step_00000009.old", "step_"]
@@ -169,6 +190,11 @@ def test_the_second_save_of_a_step_is_the_one_that_is_found(tmp_path: Path) -> N
     for number in (1, 2):
         save(tmp_path, {"number": number}, step=5)
     assert load(tmp_path, 5)[0] == load(tmp_path)[0] == {"number": 2}
+
+
+def test_the_folder_of_checkpoints_is_made(tmp_path: Path) -> None:
+    save(tmp_path / "runs" / "first", {"fine": 1})
+    assert load(tmp_path / "runs" / "first")[0] == {"fine": 1}
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_checkpoint(tmp_path: Path) -> None:

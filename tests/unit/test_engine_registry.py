@@ -17,7 +17,7 @@ import equipoise.training.engine
 from equipoise.errors import DuplicateName, InvalidInput, UnknownName
 from equipoise.training.engine import BaseEngine, EngineConfig, EngineRegistry, MissingPackage, OptimizerConfig, engines
 from equipoise.training.engine.base import PassOptions, WrongState
-from equipoise.training.engine.device import local_device
+from equipoise.training.engine.device import local_device, vendor_name
 
 
 def made(name: str) -> Any:
@@ -67,6 +67,17 @@ def test_the_environment_overrides_what_is_found(registry: EngineRegistry, monke
     monkeypatch.setenv("EQUIPOISE_VENDOR", "nvidia")
     assert registry.find("language_model", "whole") is ANY
     assert registry.find("language_model", "sharded", device="cpu") is HOST
+
+
+@pytest.mark.parametrize(
+    ("device", "hip", "vendor"),
+    [("cuda", None, "nvidia"), ("cuda", "6.2", "amd"), ("npu", None, "huawei"), ("cpu", None, None)],
+)
+def test_a_vendor_is_the_one_that_torch_was_built_for(
+    monkeypatch: pytest.MonkeyPatch, device: str, hip: str | None, vendor: str | None
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert vendor_name(device) == vendor
 
 
 def test_an_unknown_name_lists_what_there_is(registry: EngineRegistry) -> None:

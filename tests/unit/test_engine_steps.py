@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import equipoise as eq
 
@@ -131,6 +132,39 @@ def test_gradients_that_nobody_has_counted_are_taken(engine: eq.BaseEngine) -> N
             parameter.grad = torch.zeros_like(parameter)
         engine.optimizer_step()
     assert engine.num_skipped_steps == 1
+
+
+def test_an_engine_initialized_again_starts_its_schedule_anew(engine: eq.BaseEngine) -> None:
+    engine.config = replace(engine.config, optimizer=eq.OptimizerConfig(lr=0.1, warmup_steps=8))
+    rates: list[list[float]] = []
+    for _ in range(2):
+        engine.initialize()
+        rates.append([engine.lr_scheduler_step() for _ in range(3)])
+    assert rates[0] == rates[1]
+    assert rates[0][0] < rates[0][2]
+
+
+def test_an_engine_initialized_again_has_counted_nothing(engine: eq.BaseEngine) -> None:
+    with engine.train_mode():
+        engine.forward_backward_batch(batch([False] * 4), flat)
+    engine.initialize()
+    with engine.train_mode():
+        for parameter in cast(Any, engine).module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        engine.optimizer_step()
+    assert engine.num_skipped_steps == 0
+
+
+def test_outputs_have_the_precision_of_the_weights(engine: eq.BaseEngine) -> None:
+    model: Any = AutoModelForCausalLM.from_config(MODEL)
+    model.load_state_dict(dict(engine.get_per_tensor_param()))
+    data = batch([True] * 4)
+    with engine.eval_mode():
+        columns: Any = engine.infer_batch(data).model_output["log_probs"]
+    for got, ids in zip(columns.unbind(), data["input_ids"].unbind(), strict=True):
+        scores = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        expected = scores.gather(1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(got[1:], expected, rtol=0, atol=2e-6)
 
 
 class Unlucky(Exception):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import equipoise as eq
 from equipoise.rollout.transfer import RequestState, StepReport
-from equipoise.rollout.transfer.rebalancer import RolloutRebalancer
+from equipoise.rollout.transfer.rebalancer import Check, RolloutRebalancer
 from tests.toy_engine import TIERS, ToyEngine, answer, request
 
 
@@ -57,10 +57,42 @@ def test_checks_and_steps_are_counted() -> None:
     assert 0 < figures["rollout/idle_share"] < 1
 
 
+def test_measured_savings_are_those_of_lower_tiers_less_the_exchanges() -> None:
+    runner = rebalancer(ToyEngine())
+    runner.known.samples.extend([(8, 90, 0.4), (8, 90, 0.5), (8, 90, 0.9), (4, 90, 0.2)])
+    for tier, unmoved, seconds in ((4, 8, 0.125), (8, 8, 0.0), (2, 8, 0.25)):  # tier 2 was never measured
+        seen: dict[str, Any] = {"step": 0, "running": (1,), "waiting": (0,), "kv_bytes": 0, "waited_s": 0.0}
+        runner.checks.append(
+            Check(tier=tier, tier_unmoved=unmoved, num_moved=1, predicted_s=0.5, seconds=seconds, **seen)
+        )
+    figures = runner.metrics("")
+    assert figures["saved_measured_s"] == pytest.approx(3 * (0.5 - 0.2) - 0.375)
+    assert (figures["saved_predicted_s"], figures["exchange_s"], figures["moves"]) == (1.5, 0.375, 3)
+    assert figures["tier_mean"] == pytest.approx((4 + 8 + 2) / 3)
+
+
 def test_nothing_is_measured_unless_asked_for() -> None:
     runner = rebalancer(ToyEngine(), profile=False)
     runner.generate(asked())
     assert not runner.known.samples
+
+
+def test_lengths_of_a_rollout_are_expected_of_the_next() -> None:
+    engine = ToyEngine()
+    runner = rebalancer(engine)
+    runner.generate(asked())
+    engine.waiting = {name: request(name, 50, seed=seed) for seed, name in enumerate("abc")}
+    (requests,) = runner.known.requests([runner.table()])
+    assert [request.expected_remaining for request in requests] == [9, 2, 13]
+
+
+def test_a_table_tells_how_many_tokens_may_still_come() -> None:
+    engine = ToyEngine()
+    engine.waiting = {"a": request("a", 9, seed=0)}
+    engine.step()
+    engine.step()
+    (row,) = rebalancer(engine).table().rows
+    assert (row.num_output, row.max_remaining) == (2, 7)
 
 
 def test_tiers_must_be_those_of_the_engine() -> None:
@@ -127,3 +159,4 @@ def test_sampling_changes_nothing_unless_asked_for() -> None:
         seed=0, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
     )
     assert eq.Sampling() == plain
+    assert eq.Sampling().max_tokens == 16

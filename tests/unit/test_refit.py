@@ -286,6 +286,33 @@ def test_the_clock_times_what_happens_between_two_items() -> None:
     assert seconds[1] < seconds[0]
 
 
+class DeviceEvent:
+    """A device's event: read only once it was reached, in milliseconds; each is recorded 250 ms after the last."""
+
+    num_recorded = 0
+    reached_ms = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        type(self).num_recorded += 1
+        self.at_ms = 250.0 * self.num_recorded
+
+    def synchronize(self) -> None:
+        type(self).reached_ms = self.at_ms
+
+    def elapsed_time(self, end: DeviceEvent) -> float:
+        assert end.at_ms <= self.reached_ms, "not reached yet"
+        return end.at_ms - self.at_ms
+
+
+def test_the_clock_of_a_device_waits_for_the_last_event_and_tells_seconds() -> None:
+    timed = TimedMicroBatches("abc", step=0, event=DeviceEvent)
+    assert list(timed) == ["a", "b", "c"]
+    assert timed.seconds() == [0.25, 0.25, 0.25]
+
+
 def test_a_clock_that_was_not_run_once_and_to_the_end_tells_nothing() -> None:
     assert TimedMicroBatches([1, 2], step=0).seconds() is None
     cut = TimedMicroBatches([1, 2], step=0)

@@ -11,7 +11,7 @@ import torch
 
 from equipoise.rollout.policy.requests import Move
 from equipoise.rollout.transfer import RequestState, wire
-from equipoise.rollout.transfer.caches import IN_FLIGHT
+from equipoise.rollout.transfer.caches import IN_FLIGHT, take_in
 from equipoise.rollout.transfer.channel import Channel
 from equipoise.rollout.transfer.exchange import Exchanged, exchange
 from equipoise.rollout.transfer.wire import Row, Table
@@ -122,6 +122,7 @@ def test_requests_go_on_with_the_caches_that_came() -> None:
     done = run(engine, side, tables)
     assert (done.num_moved, done.refused) == (4, "")
     assert done.kv_bytes == 3 * LAYOUT.nbytes(6)
+    assert 0 < done.seconds < 60
     assert (list(engine.running), list(engine.waiting), engine.reserved) == (["b", "a", "c"], ["waits"], {})
     while engine.step():
         pass
@@ -163,6 +164,7 @@ def test_what_came_is_forgotten_when_another_rank_fails(meeting: str) -> None:
     before = engine.facts()
     done = run(engine, side, tables)
     assert done.num_moved == 0
+    assert 0 < done.seconds < 60
     assert f"rank 0 failed while {meeting}" in done.refused
     assert engine.is_empty
     assert engine.facts() == before
@@ -201,6 +203,20 @@ def test_a_receiver_that_fails_amid_the_layers_takes_the_rest_and_keeps_nothing(
     assert writes == [0, 1], "nothing more is written"
     assert side.layers == [], "but all is received"
     assert engine.is_empty
+
+
+def test_an_engine_that_cannot_fill_a_cache_in_keeps_no_room_for_it() -> None:
+    engine: Any = ToyEngine()
+    before = engine.facts()
+
+    def write(layer: int, *_: Any) -> None:
+        assert layer < 1, "out of memory"
+
+    engine.write = write
+    with pytest.raises(AssertionError, match="out of memory"):
+        take_in(engine, begun().export(["a", "waits"]))
+    assert engine.is_empty
+    assert engine.facts() == before
 
 
 CHANGES: list[dict[str, Any]] = [

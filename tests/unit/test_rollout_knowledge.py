@@ -80,13 +80,15 @@ def test_moves_take_place_where_they_pay(samples: Any, settings: dict[str, Any],
     assert (predicted > 0) == (number > 0 and samples == TIMES and "multi_graph" not in settings)
 
 
-def test_the_predicted_saving_is_steps_times_what_the_tier_saves() -> None:
-    """All eight are expected to last 100 more tokens at most: half a second each."""
-    found = tables(8, 0, samples=TIMES)
+@pytest.mark.parametrize(("s_per_token", "saved_s"), [(0.0, 0.5), (1e-3, 0.5 + 0.472 - 0.236)])
+def test_the_predicted_saving_is_steps_times_what_tier_and_context_save(s_per_token: float, saved_s: float) -> None:
+    """Each of the eight has 59 tokens in the cache, and half of them move."""
+    samples = [(tier, context, seconds + s_per_token * context) for tier, context, seconds in TIMES]
+    found = tables(8, 0, samples=samples)
     known = Knowledge(RebalancerConfig(tiers=TIERS))
     known.learn(found)
     remaining = sorted(request.expected_remaining or 0.0 for request in known.requests(found)[0])
-    assert known.plan(found, plan_rebalance)[1] == pytest.approx(remaining[3] * 0.5)
+    assert known.plan(found, plan_rebalance)[1] == pytest.approx(remaining[3] * saved_s)
 
 
 def test_an_exchange_that_took_long_is_held_against_the_next() -> None:
@@ -97,6 +99,16 @@ def test_an_exchange_that_took_long_is_held_against_the_next() -> None:
     known.note_moves(found, planned)
     known.learn(tables(8, 0, exchange_s=1e4))
     assert known.plan(found, plan_rebalance) == ([], 0.0)
+
+
+def test_what_moved_last_stays_where_others_can_move() -> None:
+    known = Knowledge(RebalancerConfig(tiers=TIERS))
+    found = tables(8, 0)
+    first, _ = known.plan(found, plan_rebalance)
+    known.note_moves(found, first)
+    second, _ = known.plan(found, plan_rebalance)
+    assert len(first) == len(second) == 4
+    assert not {move.request_id for move in first} & {move.request_id for move in second}
 
 
 def test_a_move_without_its_cache_must_pay_for_the_prefill() -> None:
@@ -111,10 +123,38 @@ def test_only_what_the_receiver_has_room_for_moves(transfer: str) -> None:
     assert len(moves(tables(8, 0, free_blocks=17), transfer=transfer)[0]) == 2
 
 
+def test_a_request_that_waits_needs_no_room() -> None:
+    found = tables(1, 8, free_blocks=0)
+    waits = replace(found[0].rows[0], running=False, num_cached=0)
+    found[0] = replace(found[0], rows=(waits,))
+    wanted = [Move(0, 1, "0.0")]
+    assert fitting(found, wanted, transfer="kv") == fitting(found, wanted, transfer="recompute") == wanted
+
+
+def test_the_planner_is_told_of_slots_and_of_the_tokens_that_caches_hold() -> None:
+    told: dict[str, Any] = {}
+
+    def planner(*_: Any, **named: Any) -> list[Move]:
+        told.update(named)
+        return []
+
+    found = [*tables(1), *tables(0, slots=5, num_blocks=30)]
+    Knowledge(RebalancerConfig(tiers=TIERS)).plan(found, planner)
+    assert (told["tiers"], told["slots"], told["kv_capacity"]) == (TIERS, [8, 5], [200 * 8, 30 * 8])
+
+
 def test_a_receiver_takes_no_more_than_its_free_slots() -> None:
     found = tables(8, 3, 8, slots=4)
     wanted = [Move(0, 1, "0.0"), Move(0, 1, "0.1"), Move(2, 1, "2.0")]
     assert fitting(found, wanted, transfer="kv") == wanted[:1]
+
+
+@pytest.mark.parametrize(("transfer", "number"), [("kv", 1), ("recompute", 0)])
+def test_a_prefill_needs_room_for_all_tokens_and_a_cache_for_those_it_holds(transfer: str, number: int) -> None:
+    found = tables(1, 0, free_blocks=7)
+    row = replace(found[0].rows[0], num_tokens=57, num_cached=56)
+    found[0] = replace(found[0], rows=(row,))
+    assert len(fitting(found, [Move(0, 1, "0.0")], transfer=transfer)) == number
 
 
 def test_moves_change_what_ranks_hold() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,22 @@ def test_an_engine_that_wants_other_micro_batches_gets_verls_and_real_rows_are_c
     found, _, count = prepare(batch_of(lengths, message, everyones=lengths, **more), **asked)
     assert (found, count) == ("verl's own", plan.num_real_rows[1])
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*is not available:UserWarning")  # engines of verl that are not installed
+@pytest.mark.parametrize("asked", [{}, {"num_batches_divided_by": 3, "same_micro_num_in_dp": False}])
+def test_verls_own_gets_what_the_engine_asked_for(asked: dict[str, Any]) -> None:
+    from verl.workers.engine.utils import prepare_micro_batches
+
+    got: list[dict[str, Any]] = []
+
+    def verls_own(_data: Any, **named: Any) -> Any:
+        got.append(named)
+        return [], None
+
+    hook.prepare_planned(verls_own, batch_of([9, 2], planned()[1], everyones=[9, 2]), **asked)
+    parameters = list(inspect.signature(inspect.unwrap(prepare_micro_batches)).parameters.values())[1:]
+    assert got == [{parameter.name: parameter.default for parameter in parameters} | asked]
 
 
 def test_a_cap_of_several_gpus_is_their_sum() -> None:

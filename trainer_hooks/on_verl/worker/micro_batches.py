@@ -50,15 +50,11 @@ class _Call:
 
     @property
     def rank(self) -> int:
-        return 0 if self._alone else dist.get_rank(self.dp_group)
+        return 0 if self.dp_group is None else dist.get_rank(self.dp_group)
 
     @property
     def world(self) -> int:
-        return 1 if self._alone else dist.get_world_size(self.dp_group)
-
-    @property
-    def _alone(self) -> bool:
-        return self.dp_group is None or not dist.is_initialized()
+        return 1 if self.dp_group is None else dist.get_world_size(self.dp_group)
 
 
 def prepare_planned(
@@ -146,8 +142,8 @@ def _step_of_pass(message: object, data: Any, call: _Call) -> tuple[WirePlan, in
         found = np.flatnonzero(wire.checksums[call.rank] == checksum(token_lengths(data)))
         return (int(found[0]) if found.size else _OTHER_ROWS,)
 
-    group = None if call.world == 1 else call.dp_group
-    steps = {step for (step,) in gather_numbers(mine, count=1, group=group, doing="reading the plan of a pass")}
+    found = gather_numbers(mine, count=1, group=call.dp_group, doing="reading the plan of a pass")
+    steps = {step for (step,) in found}
     return plans[0], steps.pop() if len(steps) == 1 else min(_OTHER_ROWS, *steps)
 
 
@@ -166,8 +162,7 @@ def _keep_count_of_real_rows(data: Any, wire: WirePlan, step: int, call: _Call) 
     if step >= 0:
         real = int(wire.num_real_rows[step])
     else:
-        group = None if call.world == 1 else call.dp_group
-        counts = gather_numbers(lambda: (_real_rows(data),), count=1, group=group, doing="counting real rows")
+        counts = gather_numbers(lambda: (_real_rows(data),), count=1, group=call.dp_group, doing="counting real rows")
         if any(count < 0 for (count,) in counts):
             return False
         real = sum(count for (count,) in counts)

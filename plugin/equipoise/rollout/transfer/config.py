@@ -93,8 +93,8 @@ class Check:
     waiting: tuple[int, ...]
     tier: int
     tier_unmoved: int
-    num_moved: int = 0
-    kv_bytes: int = 0
-    predicted_s: float = 0.0
-    seconds: float = 0.0
-    waited_s: float = 0.0
+    num_moved: int
+    kv_bytes: int
+    predicted_s: float
+    seconds: float
+    waited_s: float
