@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -327,6 +328,14 @@ def test_half_precision_is_summed_in_float32_padded_or_jagged(dtype: torch.dtype
 def test_impossible_counts_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(eq.InvalidInput, match=text):
         eq.agg_loss(torch.ones(1, 4), torch.ones(1, 4), "token-mean", **settings)
+
+
+@pytest.mark.parametrize("make", [eq.Metric.max, eq.Metric.min])
+def test_an_extreme_is_one_number_without_a_graph(make: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(eq.InvalidInput, match=r"\(2,\)"):
+        make(torch.zeros(2))
+    (found,) = vars(make(torch.tensor([2.0], dtype=torch.bfloat16, requires_grad=True))).values()
+    assert (found.shape, found.dtype, found.requires_grad, float(found)) == ((), torch.float32, False, 2.0)
 
 
 def test_metrics_of_half_precision_keep_counting() -> None:

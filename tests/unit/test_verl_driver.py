@@ -15,6 +15,7 @@ import torch
 from transformers import Qwen2Config
 
 import equipoise as eq
+from equipoise.trainer_hooks.on_verl.driver.settings import stage_settings
 from equipoise.trainer_hooks.on_verl.driver.stages import TrainerStages
 from tests.unit.verl_driver import (
     LENGTHS,
@@ -132,6 +133,16 @@ def test_a_reference_that_is_the_actor_runs_as_the_actor_does() -> None:
     made.ref_in_actor = True
     assert stages.dp_size("ref") == 4
     assert stages.settings("ref") == stages.settings("old_log_prob")
+
+
+def test_a_pass_that_does_not_ask_for_dynamic_micro_batches_runs_fixed_ones() -> None:
+    from omegaconf import open_dict
+
+    made = trainer(*REFERENCE, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2").config
+    with open_dict(made):
+        del made.actor_rollout_ref.ref.log_prob_use_dynamic_bsz
+    settings = stage_settings(made, "ref")
+    assert (settings.micro_rows, settings.cap) == (2, None)
 
 
 @pytest.mark.parametrize(

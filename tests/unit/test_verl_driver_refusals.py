@@ -116,8 +116,11 @@ def test_a_verl_with_other_code_is_refused_unless_asked_for(monkeypatch: pytest.
 
 
 def test_a_legacy_trainer_refuses_the_node() -> None:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
     from equipoise.trainer_hooks.on_verl.driver.attach import refuse_legacy
 
+    legacy: Any = RayPPOTrainer
     with pytest.raises(InvalidConfig, match=r"trainer\.use_v1"):
-        refuse_legacy(config())
+        legacy(config(), None, {}, None)
     refuse_legacy(config("equipoise=off"))

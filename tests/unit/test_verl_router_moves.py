@@ -141,6 +141,15 @@ def test_a_check_is_due_once_in_an_interval() -> None:
     assert routed(2, transfer="recompute").check() == 0.2  # no step has been measured
 
 
+def test_the_first_check_is_due_as_soon_as_a_step_was_measured() -> None:
+    clock = Clock()
+    router = routed(2, clock, transfer="recompute", check_interval=20)
+    server = ask(router, "r")
+    clock.now += 0.5
+    answer(router, "r", server, 10)
+    assert router.check() == pytest.approx(20 * 0.05)
+
+
 def test_nothing_more_moves_until_those_that_were_told_have_left() -> None:
     router, clock, _ = crowded()
     (first, second) = due(router, clock)

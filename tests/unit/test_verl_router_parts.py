@@ -241,6 +241,11 @@ def test_without_measured_tiers_counts_decide(config: dict[str, Any]) -> None:
     assert len(moved(found, crowd())) == 2
 
 
+def test_requests_move_while_the_fullest_replica_is_above_the_smallest_tier() -> None:
+    found = planner(tiers=[8, 4, 2], profile=False)
+    assert [len(moved(found, crowd(number))) for number in (2, 3, 4)] == [0, 1, 2]
+
+
 def test_requests_that_wait_for_a_slot_move_even_in_the_smallest_tier() -> None:
     found = planner(slots=1, profile=False)
     assert moved(found, crowd(2)) == ["r1"]  # the later one waits

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 import equipoise as eq
-from equipoise.trainer_hooks.on_verl._patches import WIRE_KEY
+from equipoise.trainer_hooks.on_verl._patches import TIMES_KEY, WIRE_KEY
 from equipoise.trainer_hooks.on_verl.wire import encode, wire_of, wire_of_counts
 from equipoise.trainer_hooks.on_verl.worker import micro_batches as hook
 from equipoise.training.batch import token_lengths
@@ -106,6 +106,7 @@ def test_rows_that_are_not_planned_are_verls_and_real_ones_are_counted(caplog: p
         assert (found, count) == ("verl's own", 2)
     assert len(caplog.messages) == 1
     assert "count padding" not in caplog.messages[0]
+    assert "data-parallel" not in caplog.messages[0]
 
 
 def test_columns_that_do_not_tell_padding_are_named_as_a_loss(caplog: pytest.LogCaptureFixture) -> None:
@@ -157,6 +158,26 @@ def test_verls_own_gets_what_the_engine_asked_for(asked: dict[str, Any]) -> None
     hook.prepare_planned(verls_own, batch_of([9, 2], planned()[1], everyones=[9, 2]), **asked)
     parameters = list(inspect.signature(inspect.unwrap(prepare_micro_batches)).parameters.values())[1:]
     assert got == [{parameter.name: parameter.default for parameter in parameters} | asked]
+
+
+@pytest.mark.filterwarnings("ignore:.*is not available:UserWarning")
+@pytest.mark.parametrize("timed", [True, False])
+def test_an_update_that_is_timed_tells_its_mini_batch_and_seconds(timed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.utils import device
+    from verl.workers.engine.utils import postprocess_batch_func
+
+    postprocess: Any = postprocess_batch_func
+    monkeypatch.setattr(device, "get_device_name", lambda: "cpu")
+    plan, _ = planned()
+    lengths = mini_batch(plan, 1)
+    data = batch_of(lengths, encode(wire_of(plan, np.array(LENGTHS), timed=timed)), everyones=lengths)
+    micro_batches, ids, _ = prepare(data)
+    outputs = [{"loss": 0.0, "metrics": {"mfu": 0.5}} for _ in micro_batches]
+    metrics = postprocess(outputs, ids, data)["metrics"]
+    step, *seconds = metrics.pop(TIMES_KEY, [None])
+    assert metrics == {"mfu": [0.5] * len(outputs)}
+    assert step == (1 if timed else None)
+    assert len(seconds) == (len(outputs) if timed else 0)
 
 
 def test_a_cap_of_several_gpus_is_their_sum() -> None:
