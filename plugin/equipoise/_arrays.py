@@ -29,10 +29,10 @@ def int_sums(index: IntArray, values: IntArray, num_bins: int) -> IntArray:
     return sums(index, values.astype(np.float64), num_bins).astype(np.int64)
 
 
-def members(index: IntArray, num_bins: int) -> list[IntArray]:
+def positions(index: IntArray, num_bins: int) -> list[IntArray]:
     """Positions of each of 0 … num_bins - 1 in ``index``, rising.
 
-    >>> [each.tolist() for each in members(np.array([1, 0, 1]), 2)]
+    >>> [each.tolist() for each in positions(np.array([1, 0, 1]), 2)]
     [[1], [0, 2]]
     """
     return np.split(np.argsort(index, kind="stable"), np.cumsum(counts(index, num_bins))[:-1])

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from equipoise._arrays import IntArray
+from equipoise._arrays import FloatArray, IntArray
 from equipoise.errors import InvalidInput, must
 
 
@@ -98,9 +98,7 @@ def falling(field: str, values: Any, remedy: str) -> tuple[int, ...]:
     return tuple(index(x) for x in found)
 
 
-def finite(
-    field: str, values: npt.NDArray[np.float64], remedy: str | Callable[[int], str], *, above: bool = False
-) -> None:
+def finite(field: str, values: FloatArray, remedy: str | Callable[[int], str], *, above: bool = False) -> None:
     """Raise unless all values are finite and at least 0, or above 0.
 
     Args:

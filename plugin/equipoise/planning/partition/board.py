@@ -129,7 +129,7 @@ class Boards:
     def even_out(
         self, excess: FloatArray, weight: FloatArray, rules: Rules, *, active: BoolArray, pairs: Pairs, shift: int
     ) -> int:
-        """One round: pair full cells with empty ones and give each pair its best swap or move.
+        """One round: pair full cells with empty ones, give each pair its best swap or move, and count the changes.
 
         Args:
             excess: shape (J, K), what a cell is above its level.
@@ -138,12 +138,8 @@ class Boards:
             active: boards that take part, shape (J,).
             pairs: which cells are paired: those of one column, those of one rank, or any.
             shift: rotates the partners, so that rounds try other pairs.
-
-        Returns:
-            Number of pairs that were changed.
         """
-        pair = self._pairs(excess, pairs, shift)
-        board, full, empty = pair
+        board, full, empty = pair = self._pairs(excess, pairs, shift)
         gap = excess[board, full] - excess[board, empty]
         width = np.maximum(self.count[board, full], self.count[board, empty]) + (rules.moves != "none")
         keep = np.flatnonzero(active[board] & (gap > 1e-9 * (1.0 + np.abs(excess[board, full]))))

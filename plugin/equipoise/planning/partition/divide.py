@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from equipoise._arrays import FloatArray, IntArray, counts, members, sums
+from equipoise._arrays import FloatArray, IntArray, counts, positions, sums
 from equipoise._checks import as_vector, finite, positive
 from equipoise.errors import InfeasiblePlan, InvalidInput, must
 from equipoise.planning.partition import greedy, karmarkar_karp
@@ -85,7 +85,7 @@ def partition(
         part = _divide(algorithm, values, k, equal_size=equal_size)
     else:
         part = _divide_groups(algorithm, values, k, equal_size=equal_size, group_ids=group_ids)
-    return sorted(members(part, k), key=lambda rows: int(rows[0]))
+    return sorted(positions(part, k), key=lambda rows: int(rows[0]))
 
 
 def group_numbers(group_ids: Any, n: int) -> IntArray:
@@ -148,7 +148,7 @@ def _divide(algorithm: str, values: FloatArray, k: int, *, equal_size: bool) -> 
 def _divide_groups(algorithm: str, values: FloatArray, k: int, *, equal_size: bool, group_ids: Any) -> IntArray:
     """Groups are divided as rows of their total weight."""
     group = group_numbers(group_ids, values.size)
-    size = counts(group, 1)
+    size = counts(group, int(group.max()) + 1)
     if k > size.size:
         rule = f"be at most the number of groups, {size.size}"
         raise InfeasiblePlan(must("k", rule, k, f"use k <= {size.size} or do not keep groups whole"))

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, members
+from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, positions
 from equipoise._checks import as_lengths, positive
 from equipoise.errors import EquipoiseWarning, InfeasiblePlan, InvalidInput, must, nearest
 from equipoise.planning.partition import karmarkar_karp
@@ -75,7 +75,7 @@ def pack(
     packer = packers[algorithm]
     _check_oversize(tokens, cap, oversize)
     group = packer(tokens, values, cap, round_up(least, step), step)
-    return sorted(members(group, int(group.max()) + 1), key=lambda rows: int(rows[0]))
+    return sorted(positions(group, int(group.max()) + 1), key=lambda rows: int(rows[0]))
 
 
 def round_up(count: int, multiple: int) -> int:

@@ -17,9 +17,8 @@ _COST_OF_A_STEP = 20_000  # in swaps: what the numpy calls of one step cost besi
 def even_out_loads(boards: Boards, rules: Rules, *, max_rounds: int = 48, tolerance: float = 2e-4) -> None:
     """Rounds of pairwise changes until columns are level, or nothing changes any more.
 
-    Each change lowers the sum of squared excesses over the levels, so that the search ends by itself.
-
-    They stop as well where every board's lockstep cost is within ``tolerance`` of the sum of its levels.
+    Each change lowers the sum of squared excesses over the levels, so that the search ends by itself; it ends early
+    where every board's lockstep cost is within ``tolerance`` of the sum of its levels.
     """
     active = np.ones(boards.num_boards, dtype=np.bool_)
     kinds: tuple[Pairs, ...] = ("any",) if boards.num_columns == 1 else ("rank", "column", "any")
@@ -44,11 +43,7 @@ def even_out_loads(boards: Boards, rules: Rules, *, max_rounds: int = 48, tolera
 
 
 def fit_cap(boards: Boards, rules: Rules, *, max_rounds: int = 8, max_steps: int = 96) -> BoolArray:
-    """Bring every cell under the cap, where that can be found: rounds of pairwise changes, then exact steps.
-
-    Returns:
-        Which boards fit, shape (J,); without a cap, all.
-    """
+    """Bring every cell under the cap by rounds of pairwise changes, then exact steps; tell which boards fit, (J,)."""
     if rules.cap is None:
         return np.ones(boards.num_boards, dtype=np.bool_)
     free = Rules(cap=None, moves=rules.moves, alike=rules.alike)

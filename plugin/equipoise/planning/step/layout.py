@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, iota, members, sums
+from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums, iota, positions, sums
 from equipoise.planning.partition.bounds import mini_batch_bound
 from equipoise.planning.step.composition import rank_rows
 from equipoise.planning.step.spec import StepSpec
@@ -94,7 +94,7 @@ class Layout:
         model, tokens = self.mini.padded, self.mini.tokens
         if model is None:
             return sums(self.cell, self.mini.cost, self.num_cells)
-        cells = members(self.cell, self.num_cells)
+        cells = positions(self.cell, self.num_cells)
         return np.array([micro_batch_cost(model, tokens[rows]) if rows.size else 0.0 for rows in cells])
 
     def loads(self) -> FloatArray:
@@ -133,7 +133,7 @@ class Layout:
         return cap is None or self.crowded_tokens() <= cap
 
 
-def dispatch_order(layouts: list[Layout], rows: list[IntArray]) -> tuple[IntArray, tuple[IntArray, ...]]:
+def dispatch_order(layouts: list[Layout], members: list[IntArray]) -> tuple[IntArray, tuple[IntArray, ...]]:
     """Row ids rank-major, then mini-batch, then micro-batch; and the rows of each micro-batch.
 
     The costliest micro-batch of a mini-batch runs first, so that a step that would run out of memory does so at once.
@@ -151,8 +151,8 @@ def dispatch_order(layouts: list[Layout], rows: list[IntArray]) -> tuple[IntArra
         rank_of.append(layout.cell % ranks)
         place_of.append(place[layout.cell // ranks])
         sizes.append(counts(rank_of[-1] * columns + place_of[-1], ranks * columns).reshape(ranks, columns))
-    row = np.concatenate(rows)
-    step = np.repeat(iota(len(rows)), [ids.size for ids in rows])
+    row = np.concatenate(members)
+    step = np.repeat(iota(len(members)), [rows.size for rows in members])
     order = row[np.lexsort((row, np.concatenate(place_of), step, np.concatenate(rank_of)))]
     for array in (order, *sizes):
         array.flags.writeable = False

@@ -14,7 +14,6 @@ Objective = Literal["lockstep", "rank"]
 Oversize = Literal["error", "alone"]
 KeepGroups = Literal["none", "rank", "micro"]
 
-
 _COUNTS = {
     "dp_size": "pass the number of data-parallel ranks",
     "num_mini_batches": "pass the optimizer steps of one trainer step",

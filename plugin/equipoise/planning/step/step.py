@@ -100,11 +100,7 @@ def plan_step(
 
 
 def _all_found(layouts: list[Layout | None], candidates: list[list[Pieces]], spec: StepSpec) -> list[Layout]:
-    """The layouts.
-
-    Raises:
-        InfeasiblePlan: there is none for a mini-batch.
-    """
+    """The layouts; raise InfeasiblePlan where a mini-batch has none."""
     found = [layout for layout in layouts if layout is not None]
     if len(found) < len(layouts):
         j = layouts.index(None)
