@@ -13,6 +13,7 @@ import pytest
 
 from tests.integration import family
 from tests.integration.family import Stalled, run_patiently
+from tests.integration.verl_rig import run_verl
 
 pytestmark = pytest.mark.slow
 SILENT = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
@@ -59,3 +60,20 @@ def test_what_works_for_ever_is_ended_by_the_limit() -> None:
 def test_a_failure_shows_what_was_printed() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)ended with 1\n.*ValueError: no luck"):
         run("raise ValueError('no luck')")
+
+
+@pytest.mark.parametrize(
+    ("line", "starts", "ends_well"),
+    [
+        ("DistNetworkError: The server socket has failed to listen on any address. name: EADDRINUSE", 2, True),
+        ("ValueError: no luck", 1, False),
+    ],
+)
+def test_verl_starts_again_where_its_port_was_taken_and_nowhere_else(
+    tmp_path: Path, line: str, starts: int, ends_well: bool
+) -> None:
+    script = tmp_path / "unlucky_at_first.sh"
+    script.write_text(f"echo start >> starts\n[ $(wc -l < starts) -gt 1 ] || {{ echo '{line}'; exit 1; }}\n")
+    done = run_verl([], dp=1, cwd=tmp_path, script=script)
+    assert (tmp_path / "starts").read_text().count("start") == starts
+    assert (done.returncode == 0) == ends_well

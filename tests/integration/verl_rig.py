@@ -21,6 +21,8 @@ from tests.integration.family import Family
 
 # verl waits for ever for a worker that is gone, so a log that says so ends the run.
 _FATAL = re.compile(r"ActorDiedError|WorkerCrashedError|A worker died or was killed|running low on memory")
+# verl looks for a free port and listens on it seconds later, when another process may have taken it.
+_PORT_TAKEN = re.compile(r"server socket has failed to listen.*EADDRINUSE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ def run_verl(
     script: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Completed:
-    """``python -m verl.trainer.main_ppo`` on ``dp`` CPU ranks.
+    """``python -m verl.trainer.main_ppo`` on ``dp`` CPU ranks, started again once if its port was taken.
 
     Args:
         overrides: Hydra overrides; they come after, and so win over, those that a CPU needs.
@@ -99,6 +101,14 @@ def run_verl(
         Stalled: nothing happened in the run any more.
     """
     cwd.mkdir(parents=True, exist_ok=True)
+    start = [sys.executable, "-m", "verl.trainer.main_ppo"] if script is None else ["bash", str(script)]
+    command = [*start, *cpu_overrides(dp), 'trainer.logger=["console","file"]', *overrides]
+    run = _run(command, cwd=cwd, env=env or {})
+    taken = run.returncode != 0 and _PORT_TAKEN.search(run.log.read_text(errors="replace"))
+    return _run(command, cwd=cwd, env=env or {}) if taken else run
+
+
+def _run(command: list[str], *, cwd: Path, env: Mapping[str, str]) -> Completed:
     log, metrics = cwd / "verl.log", cwd / "metrics.jsonl"
     ray_dir = Path(tempfile.mkdtemp(prefix="eq", dir="/tmp"))  # short: Ray puts Unix sockets below it
     environment = {
@@ -107,11 +117,8 @@ def run_verl(
         "RAY_TMPDIR": str(ray_dir),
         "SPT_NOENV": "1",  # Ray renames its processes; so its new names leave the mark readable
         "VERL_FILE_LOGGER_PATH": str(metrics),
-        **(env or {}),
+        **env,
     }
-    start = [sys.executable, "-m", "verl.trainer.main_ppo"] if script is None else ["bash", str(script)]
-    command = [*start, *cpu_overrides(dp)]
-    command += ['trainer.logger=["console","file"]', *overrides]
     metrics.unlink(missing_ok=True)
     begin = time.monotonic()
     family = Family(command, log=log, cwd=cwd, env=environment)
