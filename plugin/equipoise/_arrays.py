@@ -1,4 +1,4 @@
-"""The array types that the planner passes around, and the one sum that numpy's stubs type as integers."""
+"""Array types of the planner, and counts and sums with exact types."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def counts(index: IntArray, num_bins: int) -> IntArray:
-    """How often each of 0 … num_bins - 1 occurs in ``index``, shape (num_bins,)."""
+    """Number of occurrences of each of 0 … num_bins - 1 in ``index``, shape (num_bins,)."""
     return np.bincount(index, minlength=num_bins).astype(np.int64, copy=False)
 
 
 def sums(index: IntArray, weights: FloatArray, num_bins: int) -> FloatArray:
-    """Sum of the weights of each bin, shape (num_bins,).
+    """Sum of the weights in each bin, shape (num_bins,).
 
     >>> sums(np.array([0, 2, 2]), np.array([1.0, 2.0, 3.0]), 3).tolist()
     [1.0, 0.0, 5.0]
@@ -25,12 +25,12 @@ def sums(index: IntArray, weights: FloatArray, num_bins: int) -> FloatArray:
 
 
 def int_sums(index: IntArray, values: IntArray, num_bins: int) -> IntArray:
-    """Sum of whole numbers of each bin, shape (num_bins,); exact up to 2**53."""
+    """Sum of the integers in each bin, shape (num_bins,); exact up to 2**53."""
     return sums(index, values.astype(np.float64), num_bins).astype(np.int64)
 
 
 def positions(index: IntArray, num_bins: int) -> list[IntArray]:
-    """Positions of each of 0 … num_bins - 1 in ``index``, rising.
+    """Positions of each of 0 … num_bins - 1 in ``index``, ascending.
 
     >>> [each.tolist() for each in positions(np.array([1, 0, 1]), 2)]
     [[1], [0, 2]]

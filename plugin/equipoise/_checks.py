@@ -1,4 +1,4 @@
-"""Checks of input that more than one room makes."""
+"""Input checks that several rooms share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def positive(field: str, value: Any, remedy: str) -> int:
     """``value`` as an int of at least 1.
 
     Raises:
-        InvalidInput: not a whole number (a bool is none) or below 1.
+        InvalidInput: not an integer (bools are not) or below 1.
 
     >>> positive("k", 3, "pass the number of parts")
     3
@@ -31,7 +31,7 @@ def positive(field: str, value: Any, remedy: str) -> int:
 
 
 def is_whole(value: Any, least: int = 0) -> bool:
-    """Whether it is a whole number of at least ``least``; a bool is none.
+    """Whether it is an integer of at least ``least``; bools are not.
 
     >>> is_whole(3), is_whole(True), is_whole("3")
     (True, False, False)
@@ -58,7 +58,7 @@ def of_kind(field: str, value: Any, kind: type | tuple[type, ...], remedy: str) 
     """Raise unless ``value`` is an instance of ``kind``.
 
     Raises:
-        InvalidInput: it is of another kind.
+        InvalidInput: it is not.
 
     >>> of_kind("spec", 3, int, "pass a number")
     """
@@ -69,10 +69,10 @@ def of_kind(field: str, value: Any, kind: type | tuple[type, ...], remedy: str) 
 
 
 def numbers(config: Any, *, whole: Sequence[str] = (), real: Sequence[str] = (), remedy: str) -> None:
-    """Raise unless these attributes of ``config`` are numbers: whole ones, or any; a bool is none.
+    """Raise unless these attributes of ``config`` are integers or real numbers; bools are neither.
 
     Raises:
-        InvalidInput: one is of another kind.
+        InvalidInput: one of them is not.
     """
     kinds = {**dict.fromkeys(whole, (Integral, "whole number")), **dict.fromkeys(real, (Real, "number"))}
     for name, (kind, words) in kinds.items():
@@ -82,7 +82,7 @@ def numbers(config: Any, *, whole: Sequence[str] = (), real: Sequence[str] = (),
 
 
 def falling(field: str, values: Any, remedy: str) -> tuple[int, ...]:
-    """``values`` as whole numbers of at least 1 that fall from one to the next.
+    """``values`` as strictly descending integers of at least 1.
 
     Raises:
         InvalidInput: they are not.
@@ -94,7 +94,7 @@ def falling(field: str, values: Any, remedy: str) -> tuple[int, ...]:
     found: tuple[Any, ...] = tuple(cast("Iterable[Any]", values)) if many else ()
     if not found or not all(is_whole(x, 1) for x in found) or any(a <= b for a, b in pairwise(found)):
         got = found if many else cast(object, values)
-        raise InvalidInput(must(field, "be whole numbers of at least 1 in falling order", got, remedy))
+        raise InvalidInput(must(field, "be whole numbers of at least 1 in descending order", got, remedy))
     return tuple(index(x) for x in found)
 
 
@@ -103,12 +103,12 @@ def finite(field: str, values: FloatArray, remedy: str | Callable[[int], str], *
 
     Args:
         field: name of the values, shape (n,).
-        values: what is checked.
-        remedy: what to do, or a function that says so for the first row that is wrong.
-        above: 0 is wrong as well.
+        values: the values to check.
+        remedy: what to do, or a function that says so for the first invalid row.
+        above: also reject 0.
 
     Raises:
-        InvalidInput: one of them is not; names it.
+        InvalidInput: a value is not; names it.
 
     >>> finite("weights", np.array([0.0, 2.5]), "check the cost model")
     """
@@ -121,14 +121,14 @@ def finite(field: str, values: FloatArray, remedy: str | Callable[[int], str], *
 
 
 MOST_TOKENS = 2**40
-"""The longest row that is taken: sums of thousands of them are still exact in float64."""
+"""The longest legal row: sums of thousands of them are still exact in float64."""
 
 
 def as_vector(field: str, values: Any, remedy: str) -> npt.NDArray[Any]:
-    """``values`` as a numpy array of one dimension.
+    """``values`` as a one-dimensional numpy array.
 
     Raises:
-        InvalidInput: rows of unequal size, another number of dimensions, or a tensor that is not on the CPU.
+        InvalidInput: ragged, not one-dimensional, or a tensor that is not on the CPU.
 
     >>> as_vector("weights", [3, 1], "pass one weight per row")
     array([3, 1])
@@ -148,7 +148,7 @@ def as_lengths(lengths: Any, *, field: str = "lengths") -> IntArray:
     """Lengths in tokens as int64, shape (n,), from a list, a numpy array or a CPU tensor.
 
     Raises:
-        InvalidInput: empty, not one-dimensional, not whole numbers, NaN, infinite, negative or above 2**40.
+        InvalidInput: empty, not one-dimensional, or not integers from 0 to 2**40.
 
     >>> as_lengths([3, 1])
     array([3, 1])

@@ -1,4 +1,4 @@
-"""The structured configuration: the one home of every default. YAML under ``conf/equipoise`` holds presets only."""
+"""The structured configuration and the only place for defaults. ``conf/equipoise`` holds presets only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from equipoise._checks import is_amount, is_whole
 from equipoise.errors import InvalidConfig, must, nearest
 
 TIERS = (64, 32, 16, 8, 4)
-"""Decode sizes unless others are asked for."""
+"""Default decode sizes."""
 
 Planner = Literal["equipoise", "verl"]
 Cost = Literal["transformer", "token", "model", "fitted"]
@@ -18,38 +18,38 @@ Cost = Literal["transformer", "token", "model", "fitted"]
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """The node ``equipoise.rollout``: where requests are decoded, and which of them move."""
+    """The node ``equipoise.rollout``: where requests are decoded, and which ones move."""
 
     enable: bool = False
-    """True: requests go where the fewest tokens are expected, and unfinished ones move from crowded replicas to idle
-    ones."""
+    """True: requests go to the replica with the fewest expected tokens, and unfinished ones move from crowded
+    replicas to idle ones."""
 
     check_interval: int = 100
-    """Decode steps between checks whether requests should move."""
+    """Decode steps between checks for moves."""
 
     tiers: list[int] = field(default_factory=lambda: list(TIERS))
-    """Decode sizes in requests, falling. Requests move where the fullest replica then fits a smaller one."""
+    """Decode sizes in requests, descending. Requests move if the fullest replica then fits into a smaller one."""
 
     multi_graph: bool = True
-    """False: one decode shape; moves are planned by counts of requests and not by times of tiers."""
+    """False: one decode shape; moves are planned by request counts instead of step times."""
 
     transfer: Literal["none", "recompute", "kv"] = "recompute"
-    """How a request moves: not at all, as tokens that the receiver prefills, or with its cache. "recompute" works with
-    every engine, hence the default. "kv" needs engines that hand caches out: those of :mod:`equipoise.rollout`, in verl
-    the servers of a CPU run."""
+    """How a request moves: not at all, as tokens that the receiver prefills, or with its cache. "recompute" is the
+    default because it works with every engine. "kv" needs engines that can export caches: those of
+    :mod:`equipoise.rollout`, and in verl the servers of a CPU run."""
 
     min_gain: float = 0.0
-    """Least predicted seconds that justify moving; counts once step times are known from ``profile``."""
+    """The least predicted saving, in seconds, that justifies a move; applies once ``profile`` knows step times."""
 
     profile: bool = True
-    """Measure the time of a decode step at each tier, and let requests move only where that pays."""
+    """Measure the time of a decode step at each tier, and move requests only if that pays."""
 
     profile_interval: int = 4
-    """Measurements that are skipped from one that is kept to the next, plus one."""
+    """Keep every n-th measurement."""
 
     max_prompts: int = 65536
-    """Most prompts whose response lengths are remembered, and most conversations without a request under way; the
-    least recently used is forgotten first."""
+    """How many prompts' response lengths, and how many idle conversations, are remembered; the least recently used are
+    forgotten first."""
 
     def __post_init__(self) -> None:
         _check_kinds(self, "equipoise.rollout")
@@ -59,14 +59,14 @@ class RolloutConfig:
         given: Any = self.tiers
         tiers = list(cast("list[Any]", given)) if isinstance(given, (list, tuple)) else []
         good = bool(tiers) and all(is_whole(tier, 1) for tier in tiers) and tiers == sorted(set(tiers), reverse=True)
-        _require(good, self, "tiers", "be whole numbers of at least 1 that fall from one to the next")
+        _require(good, self, "tiers", "be whole numbers of at least 1 in descending order")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EquipoiseConfig:
     """The node ``equipoise`` of a trainer's configuration.
 
-    What the trainer's own keys say already (mini-batch sizes, token caps, sequence parallelism) is read there.
+    Mini-batch sizes, token caps and sequence parallelism come from the trainer's own keys.
     """
 
     enable: bool = True
@@ -76,43 +76,43 @@ class EquipoiseConfig:
     """"equipoise" plans each step. "verl" leaves verl's own balancing alone and only measures it."""
 
     algorithm: Literal["refined", "kk", "lpt"] = "refined"
-    """How rows are divided: a search, or one of its starting rules alone."""
+    """How rows are divided: by a search, or by a plain rule."""
 
     objective: Literal["lockstep", "rank"] = "lockstep"
-    """"lockstep": ranks meet at every micro-batch, as under FSDP. "rank": they meet once per optimizer step."""
+    """"lockstep": ranks synchronize at every micro-batch, as under FSDP. "rank": once per optimizer step."""
 
     composition: Literal["keep", "stratified", "sorted"] = "keep"
-    """"keep": each optimizer step has the prompts that the trainer's batch order gives it. "stratified": the same mix
-    of lengths in each. "sorted": rows of like length, the longest first; cheapest, and biased."""
+    """"keep": optimizer steps follow the trainer's batch order. "stratified": the same mix of lengths in each.
+    "sorted": rows of similar length, the longest first; cheapest, but biased."""
 
     cost: Cost = "transformer"
-    """"transformer": cost_linear · L + cost_quadratic · L². "token": the tokens. "model": the FLOPs of the actor's own
-    configuration. "fitted": seconds, refitted after each step to the measured times of its micro-batches; as "model"
+    """"transformer": cost_linear · L + cost_quadratic · L². "token": the tokens. "model": FLOPs from the actor's
+    configuration. "fitted": seconds, refitted after each step to measured micro-batch times; the same as "model"
     until there are enough of them, and whenever the fit is poor."""
 
     cost_linear: float = 24576.0
-    """Cost of one token with cost=transformer; the default is verl's, for hidden size 4096 (6 × hidden size in
-    general)."""
+    """Cost of one token with cost=transformer; the default is verl's, for a hidden size of 4096 (in general 6 × hidden
+    size)."""
 
     cost_quadratic: float = 1.0
-    """Cost of one pair of tokens of a row with cost=transformer."""
+    """Cost of one pair of tokens with cost=transformer."""
 
     fit_min_r2: float = 0.8
-    """The least r² at which cost=fitted plans with its fit. At 0.8 what lengths leave unexplained deviates by 45 % of
-    the spread of the times; below, it is as large as the differences that a plan evens out."""
+    """The least r² at which cost=fitted uses its fit. At 0.8, the residual is 45 % of the standard deviation of the
+    times; below, it is as large as the differences that a plan balances."""
 
     fit_window: int = 16
-    """Steps whose measured times cost=fitted is fitted to."""
+    """How many of the last steps cost=fitted is fitted to."""
 
     loss: Literal["verl", "exact"] = "verl"
-    """"verl": the trainer's own aggregation. "exact": what sits under the mask (NaN, infinity) and the width of a batch
-    reach neither loss nor gradient; otherwise equal to rounding."""
+    """"verl": the trainer's own aggregation. "exact": neither masked values (NaN, infinity) nor the width of a batch
+    reach loss or gradient; otherwise equal up to rounding."""
 
     oversize: Literal["error", "alone"] = "error"
-    """A row above the token cap: an error, or a micro-batch of its own."""
+    """Whether a row above the token cap is an error or its own micro-batch."""
 
     min_row_tokens: int | None = None
-    """Tokens of a padding row; None for the least that the engine takes (2 with FSDP, verl's 128 elsewhere)."""
+    """Tokens of a padding row; None for the minimum of the engine (2 with FSDP, verl's 128 elsewhere)."""
 
     seed: int = 0
     """Seed for composition=stratified."""
@@ -121,10 +121,10 @@ class EquipoiseConfig:
     """Append one JSON line per step, with lengths and plan, to this file."""
 
     check_patch_points: bool = True
-    """False: attach to a verl whose patched functions differ from those that were tested. At your own risk."""
+    """False: attach even if verl's patched functions differ from the tested ones. At your own risk."""
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """Where requests are decoded; off by default."""
+    """Routing and moves of requests; off by default."""
 
     def __post_init__(self) -> None:
         _check_kinds(self, "equipoise")
@@ -150,7 +150,7 @@ class EquipoiseConfig:
         """Check a configuration node, a mapping of plain values.
 
         Raises:
-            InvalidConfig: the node is no mapping, has an unknown key, or a value breaks its rule.
+            InvalidConfig: the node is not a mapping, has an unknown key, or a value breaks its rule.
 
         >>> EquipoiseConfig.from_node({"algorithm": "kk"}).algorithm
         'kk'
@@ -189,7 +189,7 @@ def _known_values(cls: type[Any], node: Any, where: str) -> dict[str, Any]:
 
 
 def _check_kinds(config: EquipoiseConfig | RolloutConfig, where: str) -> None:
-    """Names are among their options, and switches are true or false."""
+    """Check that names are among their options, and that switches are true or false."""
     hints = get_type_hints(type(config))
     for each in fields(config):
         value, hint = getattr(config, each.name), hints[each.name]
@@ -201,7 +201,7 @@ def _check_kinds(config: EquipoiseConfig | RolloutConfig, where: str) -> None:
 
 
 def _require(good: bool, config: EquipoiseConfig | RolloutConfig, name: str, rule: str) -> None:
-    """Raise unless the value of a field is good; the remedy is the field's default."""
+    """Raise unless the value of a field is valid; the remedy is the field's default."""
     if good:
         return
     where = "equipoise.rollout" if isinstance(config, RolloutConfig) else "equipoise"

@@ -1,4 +1,4 @@
-"""A registry of named implementations: a duplicate is an error, a miss lists what there is."""
+"""A registry of named implementations: duplicates are errors, and a lookup error lists the known names."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The one way in which ranks act together: each runs its part, all learn how it went, and all raise the same error.
+"""The one way for ranks to act together: each runs its part, all learn the outcome, and all raise the same error.
 
-A rank that raises alone leaves the others waiting in their next collective. So what may fail on one rank runs inside
-:func:`together` or :func:`gather_numbers`: the rank catches whatever its part raises, votes in one small collective,
-and every rank raises the error of the first rank that failed. A part must not itself run collectives of the group,
-unless a failure inside them reaches all ranks anyway, as a time-out does. Where ranks meet inside the work itself
-(sharded weights, shared rows), a rank keeps its error in :class:`HeldBack` and goes on until the next vote.
+A rank that raises alone leaves the others waiting in their next collective. Code that may fail on one rank therefore
+runs inside :func:`together` or :func:`gather_numbers`: the rank catches whatever its part raises, votes in one small
+collective, and every rank raises the error of the first rank that failed. A part must not run collectives of the group
+itself, unless a failure inside them reaches all ranks anyway, as a time-out does. If the work itself synchronizes ranks
+(sharded weights, shared rows), a rank keeps its error in :class:`HeldBack` and continues until the next vote.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from equipoise.errors import EquipoiseError, InvalidInput, must
 T = TypeVar("T")
 _TEXT_BYTES = 4096
 _VOTE_NUMBERS = 8
-"""Votes of up to so many integers have the same size, so that a rank which failed is heard at the others' next vote."""
+"""Votes of up to this many integers have the same size, so that a failed rank can join whichever vote comes next."""
 
 
 class RankFailed(EquipoiseError, RuntimeError):
-    """What one rank was doing failed; raised on every rank with the same text."""
+    """A rank failed at what it was doing; raised on every rank with the same text."""
 
 
 def together(part: Callable[[], T], *, group: Any, doing: str) -> T:
     """Run this rank's part, and raise on all ranks if it fails on any; a collective call.
 
-    Costs one all-gather of eight integers a rank where all goes well.
+    Without failures it costs one all-gather of eight integers per rank.
 
     Args:
-        part: what this rank does; may raise anything.
+        part: the work of this rank; may raise anything.
         group: process group of the ranks; None for this process alone.
-        doing: what is being done, for the text of the error: "writing a checkpoint".
+        doing: the activity, for the error text: "writing a checkpoint".
 
     Returns:
         What ``part`` returned on this rank.
@@ -61,19 +61,19 @@ def together(part: Callable[[], T], *, group: Any, doing: str) -> T:
 
 
 def gather_numbers(part: Callable[[], Sequence[int]], *, count: int, group: Any, doing: str) -> list[list[int]]:
-    """Like :func:`together` for a part whose result all ranks need: ``count`` integers of each, in the same collective.
+    """Like :func:`together`, and share ``count`` integers of each rank in the same collective.
 
     Args:
-        part: what this rank does; returns ``count`` integers of 64 bits.
+        part: the work of this rank; returns ``count`` 64-bit integers.
         count: the same on all ranks.
         group: process group of the ranks; None for this process alone.
-        doing: as of :func:`together`.
+        doing: as for :func:`together`.
 
     Returns:
         The numbers of every rank, by rank in ``group``.
 
     Raises:
-        EquipoiseError: as of :func:`together`; a part that returns something else is an InvalidInput.
+        EquipoiseError: as for :func:`together`; InvalidInput if a part returns anything else.
 
     >>> gather_numbers(lambda: (7, 8), count=2, group=None, doing="counting")
     [[7, 8]]
@@ -86,7 +86,7 @@ def gather_numbers(part: Callable[[], Sequence[int]], *, count: int, group: Any,
 
 
 def gather_texts(part: Callable[[], str], *, group: Any, doing: str) -> list[str]:
-    """Like :func:`gather_numbers` for one text of any length from each rank, in two collectives.
+    """Like :func:`gather_numbers`, for one text of any length per rank, in two collectives.
 
     Returns:
         The texts of every rank, by rank in ``group``.
@@ -111,20 +111,20 @@ def gather_texts(part: Callable[[], str], *, group: Any, doing: str) -> list[str
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt(Generic[T]):
-    """How a part went that this rank ran ahead of its vote."""
+    """The outcome of a part that ran ahead of its vote."""
 
     result: T | None = None
     failure: Exception | None = None
 
     def get(self) -> T:
-        """The result; raises what the part raised."""
+        """The result of the part, or its error raised."""
         if self.failure is not None:
             raise self.failure
         return cast("T", self.result)
 
 
 def attempt(part: Callable[[], T]) -> Attempt[T]:
-    """Run this rank's part now and vote later, where a collective comes anyway: call :meth:`Attempt.get` in its part.
+    """Run this rank's part now and vote in a later collective: call :meth:`Attempt.get` in the part of that one.
 
     >>> attempt(lambda: 3).get(), type(attempt(lambda: 1 / 0).failure).__name__
     (3, 'ZeroDivisionError')
@@ -136,7 +136,7 @@ def attempt(part: Callable[[], T]) -> Attempt[T]:
 
 
 class HeldBack:
-    """The first error of this rank, kept while it goes on as the others do, until they vote.
+    """The first error of this rank, kept while it continues alongside the others until they vote.
 
     >>> held = HeldBack()
     >>> held.run(lambda: 1 // 0, instead=5), held.run(lambda: 7, instead=6)
@@ -149,7 +149,7 @@ class HeldBack:
         self.error: Exception | None = None
 
     def run(self, part: Callable[[], T], *, instead: T) -> T:
-        """What ``part`` returns; ``instead`` where it fails or an earlier part has failed."""
+        """What ``part`` returns, or ``instead`` if it or an earlier part has failed."""
         if self.error is not None:
             return instead
         done = attempt(part)
@@ -160,13 +160,13 @@ class HeldBack:
         return instead
 
     def release(self) -> None:
-        """Raise the error, if there is one: the last thing that the part of a vote does."""
+        """Raise the error, if there is one; call it last in the part of a vote."""
         if self.error is not None:
             raise self.error
 
 
 def device_of(group: Any) -> torch.device:
-    """Where tensors must be for a collective of ``group``: the CPU if it knows gloo, else this rank's accelerator."""
+    """The device for collectives of ``group``: the CPU if it has gloo, else this rank's accelerator."""
     if "gloo" in str(dist.get_backend_config(group)):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -187,11 +187,11 @@ def _numbers(part: Callable[[], Sequence[int]], count: int) -> list[int]:
 
 
 def _vote(held: HeldBack, numbers: list[int], group: Any, doing: str) -> list[list[int]]:
-    """The numbers of every rank; raises the error of the first rank that failed."""
+    """The numbers of every rank, or the error of the first rank that failed, raised."""
     try:
         table, error = _heard(held.error, numbers, group, doing)
     except RuntimeError:
-        held.release()  # the group is broken and nobody can be told: this rank's own error says more than "timed out"
+        held.release()  # the group is broken, so nobody can be told: this rank's own error says more than "timed out"
         raise
     finally:
         held.error = None
@@ -200,13 +200,13 @@ def _vote(held: HeldBack, numbers: list[int], group: Any, doing: str) -> list[li
     try:
         raise error
     finally:
-        del error  # it holds the part's frames, and these what they worked on
+        del error  # it keeps the part's frames and their tensors alive
 
 
 def _heard(
     mine: Exception | None, numbers: list[int], group: Any, doing: str
 ) -> tuple[list[list[int]], Exception | None]:
-    """The numbers of every rank, and what this rank has to raise."""
+    """The numbers of every rank, and the error for this rank to raise."""
     digest = 0 if mine is None else 1 + zlib.crc32(_described(mine))
     filled = [digest, *numbers, *[0] * (_VOTE_NUMBERS - 1 - len(numbers))]
     row = torch.tensor(filled, dtype=torch.int64, device=device_of(group))
@@ -228,7 +228,7 @@ def _first_failure(rank: int, mine: Exception | None, group: Any, doing: str) ->
     raw = _described(mine) if mine is not None and dist.get_rank(group) == rank else b""
     message = _bytes(raw, _TEXT_BYTES).to(device_of(group))
     dist.broadcast(message, src=dist.get_global_rank(group, rank), group=group)
-    # a text that was cut may end inside a character
+    # a truncated text may end inside a character
     kind, _, text = _raw(message).rstrip(b"\0").decode(errors="ignore").partition("\n")
     name, _, known = kind.partition(" ")
     error = _classes().get(known)
@@ -238,12 +238,12 @@ def _first_failure(rank: int, mine: Exception | None, group: Any, doing: str) ->
 
 
 def _described(error: Exception) -> bytes:
-    """Its class, the class in which every rank can raise it (none if not this package's), and its text."""
+    """Its class, the class that every rank can raise (none outside this package), and its text."""
     known = next((_path(each) for each in type(error).__mro__ if _path(each) in _classes()), "")
     try:
         text = str(error)
     except Exception as unsaid:  # noqa: BLE001 - as above: an error that cannot say itself must be heard of, too
-        text = f"(its text cannot be had: {type(unsaid).__name__})"
+        text = f"(its text is not available: {type(unsaid).__name__})"
     return f"{type(error).__name__} {known}\n{text}".encode(errors="replace")
 
 
@@ -252,7 +252,7 @@ def _path(kind: type) -> str:
 
 
 def _classes() -> dict[str, type[EquipoiseError]]:
-    """The package's errors that are made from a text alone, by module and name."""
+    """The package's errors that take only a text, by module and name."""
     found: dict[str, type[EquipoiseError]] = {}
     kinds: list[type[EquipoiseError]] = [EquipoiseError]
     for kind in kinds:
@@ -263,7 +263,7 @@ def _classes() -> dict[str, type[EquipoiseError]]:
 
 
 def _bytes(raw: bytes, size: int) -> torch.Tensor:
-    """``raw`` as ``size`` bytes, cut or filled with zeros."""
+    """``raw`` as ``size`` bytes, truncated or zero-padded."""
     return torch.frombuffer(bytearray(raw[:size].ljust(size, b"\0")), dtype=torch.uint8)
 
 

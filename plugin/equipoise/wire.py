@@ -1,7 +1,7 @@
-"""The one framing of binary messages: versioned, checksummed, every count checked before memory is taken for it.
+"""The one framing of binary messages: versioned, checksummed, with every count checked before memory is allocated.
 
-Layout, little-endian: magic ``EQ``, version (u16), kind (u16), length of the body (u64), CRC-32 of all that precedes it
-and of the body (u32), the body. Nothing that arrives is executed, as unpickling would.
+Layout, little-endian: magic ``EQ``, version (u16), kind (u16), length of the body (u64), CRC-32 of the head so
+far and of the body (u32), the body. Reading a message never executes it, as unpickling would.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _CRC = struct.Struct("<I")
 _COUNT = struct.Struct("<I")
 _MAGIC = b"EQ"
 HEAD_BYTES = _HEAD.size + _CRC.size
-"""Bytes of a message before its body."""
+"""Bytes before the body of a message."""
 
 
 class WireError(EquipoiseError, ValueError):
-    """A message is damaged, of another version, or holds what its kind does not allow."""
+    """A message is damaged, has another version, or breaks the rules of its kind."""
 
 
 class Kind(IntEnum):
-    """What a message holds. Every kind of the package is listed here, so that none is taken for another."""
+    """What a message contains. All kinds are listed here, so that none is mistaken for another."""
 
     TABLE = 1
     """A rank's unfinished requests."""
@@ -40,7 +40,7 @@ class Kind(IntEnum):
 
 
 class Writer:
-    """Collects the parts of one message.
+    """Writes the parts of one message.
 
     >>> out = Writer()
     >>> out.text("loss")
@@ -70,13 +70,13 @@ class Writer:
         self.pack(_COUNT, number)
 
     def text(self, text: str) -> None:
-        """Add a text behind its length."""
+        """Add a text, preceded by its length."""
         raw = text.encode()
         self.count(len(raw))
         self._parts.append(raw)
 
     def array(self, values: Any, dtype: str) -> None:
-        """Add values of ``dtype``, for example ``"<i4"``, without their number; any shape, in C order.
+        """Add values of ``dtype``, for example ``"<i4"``, without their count; any shape, in C order.
 
         Raises:
             WireError: a value does not fit ``dtype``.
@@ -98,39 +98,39 @@ class Writer:
 
 
 class Reader:
-    """Reads a message from front to back: nothing beyond its end, nothing left over.
+    """Reads a message from front to back, and nothing beyond its end.
 
     Args:
         raw: the message.
-        kind: that it must be of.
-        version: that it must be of.
+        kind: its required kind.
+        version: its required version.
 
     Raises:
-        WireError: cut, damaged, or of another kind or version.
+        WireError: the message is truncated, damaged, or of another kind or version.
     """
 
     def __init__(self, raw: bytes, kind: Kind, *, version: int) -> None:
         if len(raw) < HEAD_BYTES:
-            raise WireError(f"a message is cut: {len(raw)} bytes, where the head alone has {HEAD_BYTES}")
+            raise WireError(f"a message is truncated: {len(raw)} bytes, but the head alone has {HEAD_BYTES}")
         magic, found_version, found_kind, length = _HEAD.unpack_from(raw)
         found, want = (magic, found_version, found_kind), (_MAGIC, version, int(kind))
         if found != want:
-            raise WireError(f"a message begins with {found}, not {want}; run the same version on every node")
+            raise WireError(f"a message starts with {found}, not {want}; run the same version on every node")
         self._body = memoryview(raw)[HEAD_BYTES:]
         self._at = 0
         (crc,) = _CRC.unpack_from(raw, _HEAD.size)
         if length != len(self._body) or zlib.crc32(self._body, zlib.crc32(raw[: _HEAD.size])) != crc:
-            raise WireError(f"a message is damaged: {len(self._body)} of {length} bytes, or others than were sent")
+            raise WireError(f"a message is damaged: {len(self._body)} of {length} bytes arrived, or some changed")
 
     @property
     def num_left(self) -> int:
-        """Bytes not read yet."""
+        """Bytes left to read."""
         return len(self._body) - self._at
 
     def take(self, size: int) -> memoryview:
         """The next ``size`` bytes."""
         if not 0 <= size <= self.num_left:
-            raise WireError(f"a message names {size} more bytes, but has {self.num_left}")
+            raise WireError(f"a message claims {size} more bytes, but has {self.num_left}")
         self._at += size
         return self._body[self._at - size : self._at]
 
@@ -139,10 +139,10 @@ class Reader:
         return form.unpack(self.take(form.size))
 
     def count(self, least_size: int) -> int:
-        """A number of parts of at least ``least_size`` bytes each; more than the rest can hold is refused."""
+        """A number of parts of at least ``least_size`` bytes each, checked against the bytes left."""
         (number,) = self.unpack(_COUNT)
         if number * least_size > self.num_left:
-            raise WireError(f"a message names {number} parts, but has {self.num_left} bytes")
+            raise WireError(f"a message claims {number} parts, but has {self.num_left} bytes")
         return number
 
     def text(self) -> str:
@@ -160,7 +160,7 @@ class Reader:
         """Raise unless everything was read.
 
         Raises:
-            WireError: bytes are left over.
+            WireError: bytes are left.
         """
         if self.num_left:
-            raise WireError(f"a message goes on for {self.num_left} bytes after its last part")
+            raise WireError(f"a message has {self.num_left} bytes after its last part")

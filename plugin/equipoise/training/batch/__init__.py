@@ -1,4 +1,4 @@
-"""Rows of tensors: pad a batch, reorder every column together, cut by a plan, put outputs back in order."""
+"""Rows of tensors: pad a batch, reorder all its columns, split it by a plan, restore the order of outputs."""
 
 from equipoise.training.batch.cut import consecutive, cut_rows, join_outputs, restore
 from equipoise.training.batch.padding import pad_batch, padding_row

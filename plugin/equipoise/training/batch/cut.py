@@ -1,4 +1,4 @@
-"""Rows of one rank as micro-batches, and outputs of micro-batches back as rows."""
+"""From a rank's rows to micro-batches, and from outputs of micro-batches back to rows."""
 
 # tensordict annotates its columns loosely; the values are checked here at run time.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -21,7 +21,7 @@ Outputs = TensorDict | Mapping[str, Any]
 
 
 def consecutive(sizes: Sequence[int]) -> list[IntArray]:
-    """Row ids of micro-batches of these sizes, one after the other.
+    """Row ids of consecutive micro-batches of these sizes.
 
     >>> [rows.tolist() for rows in consecutive([2, 1])]
     [[0, 1], [2]]
@@ -33,8 +33,8 @@ def consecutive(sizes: Sequence[int]) -> list[IntArray]:
 def cut_rows(data: TensorDict, indices: Sequence[Sequence[int] | IntArray]) -> list[TensorDict]:
     """The micro-batches of a rank's rows.
 
-    Dense and jagged tensors and stacks of non-tensors are cut; a :class:`NonTensorData`, which belongs to the batch as
-    a whole, goes to every micro-batch. All the rows in their own order are ``data`` itself.
+    Dense and jagged tensors and stacks of non-tensors are split; a :class:`NonTensorData`, which belongs to the whole
+    batch, goes to every micro-batch. A single micro-batch of all rows in order is ``data`` itself.
 
     Args:
         data: batch size (n,).
@@ -44,7 +44,7 @@ def cut_rows(data: TensorDict, indices: Sequence[Sequence[int] | IntArray]) -> l
         One TensorDict per micro-batch; dense columns are copies.
 
     Raises:
-        InvalidInput: an id out of range, or a column without n rows (named).
+        InvalidInput: an id is out of range, or a column (named) does not have n rows.
 
     >>> data = TensorDict({"reward": torch.tensor([3, 1, 2])}, batch_size=[3])
     >>> [batch["reward"].tolist() for batch in cut_rows(data, consecutive([2, 1]))]
@@ -58,14 +58,14 @@ def cut_rows(data: TensorDict, indices: Sequence[Sequence[int] | IntArray]) -> l
 
 
 def join_outputs(outputs: Sequence[Outputs], indices: Sequence[Sequence[int] | IntArray]) -> TensorDict:
-    """Outputs of micro-batches as one batch, rows sorted by their id: the inverse of :func:`cut_rows`.
+    """Outputs of micro-batches as one batch, sorted by row id: the inverse of :func:`cut_rows`.
 
     Args:
-        outputs: one per micro-batch, in turn, each with the same columns: dense, jagged or non-tensor.
-        indices: row ids of each micro-batch; those of the whole step work as well as those of one rank.
+        outputs: one per micro-batch, in order, all with the same columns: dense, jagged or non-tensor.
+        indices: row ids of each micro-batch, either of one rank or of the whole step.
 
     Raises:
-        InvalidInput: the number of outputs, their columns, or the rows of one do not fit.
+        InvalidInput: the number of outputs, their columns or their rows do not match.
 
     >>> join_outputs([{"x": torch.tensor([7.0, 5.0])}, {"x": torch.tensor([6.0])}], [[2, 0], [1]])["x"].tolist()
     [5.0, 6.0, 7.0]
@@ -88,18 +88,18 @@ def join_outputs(outputs: Sequence[Outputs], indices: Sequence[Sequence[int] | I
 
 
 def restore(outputs: Sequence[TensorDict], plan: StepPlan, rank: int) -> TensorDict:
-    """Outputs of a rank's micro-batches as one batch, rows in the caller's order.
+    """Outputs of a rank's micro-batches as one batch, in the caller's row order.
 
     Args:
-        outputs: one per micro-batch of ``rank``, in the order in which they ran (all mini-batches in turn).
-        plan: the plan that they ran by.
+        outputs: one per micro-batch of ``rank``, in execution order over all mini-batches.
+        plan: the plan that was executed.
         rank: data-parallel rank.
 
     Returns:
-        The rank's rows, sorted by row id; with one rank that is the order of the batch as it came.
+        The rank's rows, sorted by row id; with one rank, that is the incoming order.
 
     Raises:
-        InvalidInput: the number of outputs, or of rows in one, is not the plan's.
+        InvalidInput: the number of outputs or their rows do not match the plan.
     """
     return join_outputs(outputs, [rows for mini_batch in plan.micro_batches(rank) for rows in mini_batch])
 

@@ -1,4 +1,4 @@
-"""Padding rows: the least that an engine accepts, and nothing in any loss."""
+"""Padding rows: as short as an engine accepts, and without effect on any loss."""
 
 # tensordict annotates its columns loosely; the values are checked here at run time.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -27,7 +27,7 @@ _LEAST_TOKENS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class _Padding:
-    """What padding rows are made of."""
+    """Token and length of padding rows."""
 
     eos: int
     tokens: int
@@ -38,7 +38,7 @@ class _Padding:
             raise InvalidInput(must("min_row_tokens", rule, self.tokens, "use 2, or what the engine aligns rows to"))
 
     def row(self, name: str, like: torch.Tensor, *, ragged: int, covered: int) -> torch.Tensor:
-        """A row shaped as ``like``, but with ``covered`` tokens in its dimension ``ragged``."""
+        """A row shaped like ``like``, but with ``covered`` tokens in dimension ``ragged``."""
         shape = list(like.shape)
         shape[ragged] = covered
         row = like.new_zeros(shape)
@@ -55,8 +55,8 @@ class _Padding:
         """Tokens of a padding row that a column covers: all, the prompt's, the response's, or none.
 
         Args:
-            name: of the column.
-            matches: whether the column is as long as that one, in each row.
+            name: the column.
+            matches: whether the column is as long as a given one in every row.
         """
 
         def like(*names: str) -> bool:
@@ -74,26 +74,26 @@ class _Padding:
 def pad_batch(
     batch: TensorDict, num_padding: int, *, eos_token_id: int, min_row_tokens: int = _LEAST_TOKENS
 ) -> TensorDict:
-    """Append rows that change no loss: a prompt, one response token, masks 0, a uid of their own.
+    """Append rows that change no loss: a prompt, one response token, zero masks and a new uid.
 
-    Jagged columns get one value for each token of the prompt and one for the response, as far as they cover them, and
-    none where they cover neither, as the patches of images; dense columns are filled where prompt and response meet and
-    are 0 elsewhere (tokens that do not fit before the response go on in its room). Every padding row has its own
-    ``uid``, so that no group statistic meets it, and ``is_padding`` is True for it alone.
+    A jagged column gets a value for each token of the prompt or the response if it covers them, and none if it covers
+    neither, such as image patches. Dense columns are filled around the border between prompt and response, and are 0
+    elsewhere (prompt tokens that do not fit continue into the response). Every padding row has its own ``uid``, so that
+    no group statistic includes it; ``is_padding`` is True only for padding rows.
 
     Args:
         batch: batch size (n,), n at least 1, with ``input_ids`` and either ``responses`` or ``response_mask``.
         num_padding: rows to append, at least 0.
         eos_token_id: the token of padding rows.
-        min_row_tokens: tokens of a padding row, all but one in its prompt; at least 2. More than that is for engines
-            that align rows (tensor or context parallel).
+        min_row_tokens: tokens of a padding row, at least 2, all but one in its prompt. More than 2 are for engines
+            that align rows (tensor or context parallelism).
 
     Returns:
         A new TensorDict of batch size (n + num_padding,) with a boolean column ``is_padding``.
 
     Raises:
-        InvalidInput: an empty batch, a negative number, too few or (for a dense column) too many tokens, or a column of
-            the wrong length.
+        InvalidInput: an empty batch, a negative number, too few tokens, too many for a dense column, or a column with
+            the wrong number of rows.
     """
     n = num_rows(batch)
     if n == 0:
@@ -117,17 +117,17 @@ def padding_row(row: Mapping[str, Any], *, eos_token_id: int, min_row_tokens: in
     """One padding row with the columns of ``row``, as :func:`pad_batch` makes them.
 
     Args:
-        row: one unpadded row by column: tensors without a batch dimension, of which ``input_ids``, ``prompts`` and
-            ``responses`` (or ``response_mask``) tell what the others cover, and non-tensor values.
+        row: one unpadded row, by column: tensors without a batch dimension, and non-tensor values. ``input_ids``,
+            ``prompts`` and ``responses`` (or ``response_mask``) determine what the other columns cover.
         eos_token_id: the token of the padding row.
-        min_row_tokens: its tokens, all but one in its prompt; at least 2.
+        min_row_tokens: its tokens, at least 2, all but one in its prompt.
 
     Returns:
-        As many columns. Masks, scores and side data are 0 or empty; ``uid`` is new; ``is_padding`` is True where there
-        is one.
+        The same columns. Masks, scores and side data are 0 or empty; ``uid`` is new; ``is_padding``, if there is such a
+        column, is True.
 
     Raises:
-        InvalidInput: too few tokens, or no ``input_ids``.
+        InvalidInput: there are too few tokens, or no ``input_ids``.
 
     >>> row = {"input_ids": torch.arange(9), "responses": torch.arange(4), "response_mask": torch.ones(4), "uid": "a"}
     >>> made = padding_row(row, eos_token_id=7)
@@ -151,14 +151,14 @@ def _own_uids(count: int) -> list[str]:
 
 
 def _value(name: str, value: Any, lengths: Mapping[str, int], padding: _Padding) -> Any:
-    """What a padding row has in place of ``value``."""
+    """The padding row's counterpart of ``value``."""
     if name == "uid":
         return _own_uids(1)[0]
     if name == "is_padding":
         return torch.ones_like(value) if isinstance(value, torch.Tensor) else True
     if not isinstance(value, torch.Tensor) or not value.dim():
         return _neutral(value)
-    # positions may have a dimension before that of the tokens (mRoPE), side data of tokens have theirs behind it
+    # positions may have a dimension before the tokens (mRoPE), per-token data have theirs after it
     ragged = value.dim() - 1 if name in _POSITIONS else 0
     matches = {other: value.shape[ragged] == length for other, length in lengths.items()}
     if name.startswith(_MEDIA) or any(matches.values()):
@@ -186,7 +186,7 @@ def _extended(name: str, column: Any, batch: TensorDict, count: int, padding: _P
 
 
 def _matches(lengths: list[int], batch: TensorDict) -> dict[str, bool]:
-    """Which jagged columns have rows of these lengths."""
+    """Jagged columns whose rows have these lengths."""
     return {
         str(name): lengths == row_lengths(str(name), column)
         for name, column in batch.items()
@@ -195,7 +195,7 @@ def _matches(lengths: list[int], batch: TensorDict) -> dict[str, bool]:
 
 
 def _neutral(example: Any) -> Any:
-    """An empty value of the example's kind: side data of one row must not be counted for another."""
+    """An empty value of the same type: side data of one row must not count for another."""
     if isinstance(example, torch.Tensor):
         return torch.zeros_like(example) if not example.dim() else example[:0].clone()
     if isinstance(example, np.ndarray):
@@ -209,7 +209,7 @@ def _neutral(example: Any) -> Any:
 
 
 def _dense_row(name: str, column: torch.Tensor, batch: TensorDict, padding: _Padding) -> torch.Tensor:
-    """A (1, …) row; tokens sit where the left-padded prompt ends and the right-padded response begins."""
+    """A (1, …) row whose tokens are where the left-padded prompt ends and the right-padded response starts."""
     row = column.new_zeros((1, *column.shape[1:]))
     if column.dim() < 2:
         return row

@@ -1,4 +1,4 @@
-"""Every column of a batch moves together: dense, jagged and non-tensor ones."""
+"""Reordering all columns of a batch together: dense, jagged and non-tensor ones."""
 
 # tensordict annotates its columns loosely; the values are checked here at run time.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -18,10 +18,10 @@ from equipoise.errors import InvalidInput, must
 
 
 def reorder(batch: TensorDict, order: Any) -> TensorDict:
-    """Rows of ``batch`` in another order (or a selection of them).
+    """Rows of ``batch`` in another order, or a selection of them.
 
-    Dense and jagged tensors, stacks of non-tensors and their side lists all move; a :class:`NonTensorData` belongs to
-    the batch as a whole and stays.
+    Dense and jagged tensors and stacks of non-tensors are reordered; a :class:`NonTensorData` belongs to the whole
+    batch and stays.
 
     Args:
         batch: batch size (n,).
@@ -31,16 +31,16 @@ def reorder(batch: TensorDict, order: Any) -> TensorDict:
         A new TensorDict of batch size (m,); dense columns are copies.
 
     Raises:
-        InvalidInput: an id out of range, or a column without n rows (named).
+        InvalidInput: an id is out of range, or a column (named) does not have n rows.
     """
     return taken(batch, [row_ids(order, num_rows(batch))])[0]
 
 
 def num_rows(batch: TensorDict) -> int:
-    """Rows of a batch.
+    """Number of rows of a batch.
 
     Raises:
-        InvalidInput: it is no TensorDict, or has no rows' dimension.
+        InvalidInput: it is not a TensorDict, or has no batch dimension.
     """
     of_kind("batch", batch, TensorDictBase, "make one: TensorDict(columns, batch_size=[rows])")
     if not batch.batch_size:
@@ -51,11 +51,11 @@ def num_rows(batch: TensorDict) -> int:
 def rows_of(name: str, column: torch.Tensor) -> list[torch.Tensor]:
     """Rows of a dense or jagged tensor.
 
-    ``unbind`` fails on jagged tensors of more than two dimensions (pytorch/pytorch#153238), so rows are cut from the
-    flat values.
+    ``unbind`` fails on jagged tensors of more than two dimensions (pytorch/pytorch#153238), so rows are sliced from
+    the flat values.
 
     Raises:
-        InvalidInput: nested, but not jagged.
+        InvalidInput: the tensor is nested, but not jagged.
     """
     if not column.is_nested:
         return list(column.unbind(0))
@@ -69,7 +69,7 @@ def row_lengths(name: str, column: torch.Tensor) -> list[int]:
     """Lengths of the rows of a jagged tensor.
 
     Raises:
-        InvalidInput: it is not jagged.
+        InvalidInput: the tensor is not jagged.
     """
     if column.layout is not torch.jagged:
         remedy = "make it with torch.nested.as_nested_tensor(rows, layout=torch.jagged)"
@@ -79,10 +79,10 @@ def row_lengths(name: str, column: torch.Tensor) -> list[int]:
 
 
 def token_lengths(data: TensorDict) -> IntArray:
-    """Real tokens of each row, shape (rows,), whatever the padded width.
+    """Tokens of each row without padding, shape (rows,).
 
     Raises:
-        InvalidInput: no ``input_ids``, or dense ones without an ``attention_mask``.
+        InvalidInput: there are no ``input_ids``, or dense ones without an ``attention_mask``.
     """
     if num_rows(data) == 0:
         return np.zeros(0, dtype=np.int64)
@@ -100,7 +100,7 @@ def token_lengths(data: TensorDict) -> IntArray:
 
 
 def stack(values: Sequence[Any]) -> Any:
-    """One non-tensor value a row (tensordict's own constructor is abstract to a type checker)."""
+    """One non-tensor value per row (type checkers take tensordict's own constructor for abstract)."""
     return cast(Any, NonTensorStack)(*values)
 
 
@@ -116,7 +116,7 @@ def join_rows(rows: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 
 def ragged_dim(column: torch.Tensor) -> int:
-    """The dimension of a jagged tensor that differs from row to row."""
+    """The ragged dimension of a jagged tensor."""
     return int(getattr(column, "_ragged_idx", 1))
 
 
@@ -124,7 +124,7 @@ def row_ids(order: Any, n: int) -> IntArray:
     """``order`` as ids of ``n`` rows.
 
     Raises:
-        InvalidInput: not one-dimensional, no whole numbers, or out of range.
+        InvalidInput: not one-dimensional, not integers, or out of range.
     """
     rows = np.asarray(order)
     if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
@@ -138,10 +138,10 @@ def row_ids(order: Any, n: int) -> IntArray:
 
 
 def taken(batch: TensorDict, parts: list[IntArray]) -> list[TensorDict]:
-    """Several selections of rows; each column is taken apart once.
+    """Several selections of rows; each column is split only once.
 
     Raises:
-        InvalidInput: a column without the batch's rows (named).
+        InvalidInput: a column (named) does not have the batch's rows.
     """
     n = num_rows(batch)
     columns: list[dict[str, Any]] = [{} for _ in parts]
@@ -155,7 +155,7 @@ def taken(batch: TensorDict, parts: list[IntArray]) -> list[TensorDict]:
 
 
 def _column(name: str, column: Any, parts: list[IntArray], n: int) -> list[Any]:
-    """The rows of each part."""
+    """The rows of each selection."""
     if isinstance(column, torch.Tensor):
         if column.size(0) != n:
             raise _wrong_length(name, column.size(0), n)
