@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from equipoise.planning.partition.board import Boards
-from equipoise.planning.step import starts
 
 STEPS = ("small", "large", "objective", "fixed", "held", "hardly", "groups")
 SHARES = ("groups",)
@@ -47,7 +46,6 @@ def _stop(*_: Any, **__: Any) -> bool:
 
 
 _EVEN_OUT = Boards.even_out
-_BY_TIERS, _BY_STRIPES = starts.by_tiers, starts.by_stripes
 
 
 def _no_pairs(kind: str) -> Callable[..., int]:
@@ -78,10 +76,7 @@ STAGES = (
     _stage("level by column", STEPS, ("partition.board.Boards.targets", _one_level)),
     _stage("exact steps", STEPS, ("step.search.polish", _nothing)),
     _stage("kicks", STEPS, ("step.search.kick", _nothing)),
-    _stage("fit: rounds", STEPS, ("partition.refine.fit_cap.__kwdefaults__", {"max_rounds": 0, "max_steps": 96})),
-    _stage("fit: exact steps", STEPS, ("partition.refine._relieve", _nothing)),
-    _stage("start by tiers", STEPS, ("step.starts.by_tiers", _BY_STRIPES)),
-    _stage("start by stripes", STEPS, ("step.starts.by_stripes", _BY_TIERS)),
+    _stage("fit: rounds", STEPS, ("partition.refine.fit_cap.__kwdefaults__", {"max_rounds": 0})),
     _stage("plain rules", (*STEPS, "padded"), ("step.search._by_rule", _nothing)),
     _stage("roomiest layout", STEPS, ("step.search._roomiest", _nothing)),
     _stage("levelled ranks", ("objective",), ("step.search.level_ranks", _nothing)),

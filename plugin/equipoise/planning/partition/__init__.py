@@ -1,4 +1,4 @@
-"""One level: weights into k parts, rows into capped groups. Numpy only."""
+"""One level of balancing: weights into k parts, rows into capped groups. Numpy only."""
 
 from equipoise.planning.partition.divide import Partitioner, partition, partitioners
 from equipoise.planning.partition.pack import Packer, pack, packers

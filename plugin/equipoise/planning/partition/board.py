@@ -1,8 +1,8 @@
-"""The board: rows in cells, cells in columns, and the swaps and moves that even them out.
+"""The board: rows in cells, cells in columns, and the swaps and moves that balance them.
 
-A board is one mini-batch: ``num_ranks`` × ``num_columns`` cells, a column being the micro-batch in which all ranks
-meet. Cell c belongs to rank c % num_ranks and column c // num_ranks. A partition into k parts is a board of one
-column. Several boards of one shape are searched at a time, since a numpy call costs as much for one as for sixteen.
+A board is one mini-batch: ``num_ranks`` × ``num_columns`` cells, where a column is a micro-batch that all ranks run
+together. Cell c belongs to rank c % num_ranks and column c // num_ranks. A partition into k parts is a board with one
+column. Boards of one shape are searched together, because a numpy call costs the same for one board as for sixteen.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, int_sums,
 Moves = Literal["none", "rank", "any"]
 Pairs = Literal["column", "rank", "any"]
 
-_MAX_CANDIDATES = 4_000_000  # swaps looked at in one call: bounds its memory
-_MAX_WIDTH = 256  # rows of a cell looked at in one round; the others are as good a choice
+_MAX_CANDIDATES = 4_000_000  # swaps evaluated in one call: bounds its memory
+_MAX_WIDTH = 256  # rows of a cell considered in one round; the others are no better
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,10 @@ class Rules:
     """What a swap or move must respect.
 
     Attributes:
-        cap: the most tokens of a cell; None for no cap. A lone row is never split, so it may exceed the cap.
-        moves: whether a row may change cells without another in return: never, between cells of one rank (the rank's
-            row count stays), or between any cells.
-        alike: rows of one kind only are swapped, within a rank as well.
+        cap: the most tokens in a cell; None for no cap. A single row may exceed it, because rows are never split.
+        moves: whether a row may change cells without a swap: never ("none"), between cells of one rank ("rank", which
+            keeps the rank's row count), or between any cells ("any").
+        alike: swap only rows of the same kind, even within a rank.
     """
 
     cap: int | None = None
@@ -38,10 +38,10 @@ class Rules:
 
 
 class Boards:
-    """J boards of n rows in K cells, with the loads that every search needs kept up to date.
+    """J boards of n rows in K cells, with loads that are kept up to date.
 
-    ``cost``, ``tokens`` and ``cell`` have shape (J, n), and so has ``kind``: only rows of one kind are swapped between
-    ranks (None if all rows are alike).
+    ``cost``, ``tokens``, ``cell`` and ``kind`` have shape (J, n). Ranks only swap rows of the same kind (None if all
+    rows are of one kind).
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Boards:
         self.num_boards, self.num_rows = int(cost.shape[0]), int(cost.shape[1])
         self.num_ranks, self.num_columns = num_ranks, num_columns
         self.num_cells = num_ranks * num_columns
-        # A last, empty row of cost 0 stands for "no row" in the slots that a cell does not use.
+        # A last row of cost 0 marks the unused slots of a cell.
         self.cost = np.concatenate([cost, np.zeros((self.num_boards, 1))], axis=1)
         self.tokens = np.concatenate([tokens, np.zeros((self.num_boards, 1), dtype=np.int64)], axis=1)
         self.kind = None if kind is None else np.concatenate([kind, kind[:, :1]], axis=1)
@@ -66,7 +66,7 @@ class Boards:
         self.place(cell)
 
     def place(self, cell: IntArray) -> None:
-        """Put every row into its cell, shape (J, n)."""
+        """Put every row into the given cell, shape (J, n)."""
         self.cell: IntArray = np.array(cell, dtype=np.int64)
         n, shape = self.num_rows, (self.num_boards, self.num_cells)
         flat: IntArray = (self.cell + iota(self.num_boards)[:, None] * self.num_cells).ravel()
@@ -86,14 +86,14 @@ class Boards:
         self.slots[iota(boards)[:, None], cells, place] = order
 
     def select(self, boards: IntArray) -> Boards:
-        """The boards of these numbers, shape (J',), as boards of their own."""
+        """A copy of the boards with these indices, shape (J',)."""
         cost, tokens = self.cost[boards, :-1], self.tokens[boards, :-1]
         kind = None if self.kind is None else self.kind[boards, :-1]
         grid = {"num_ranks": self.num_ranks, "num_columns": self.num_columns}
         return Boards(cost, tokens, self.cell[boards], kind=kind, **grid)
 
     def ensure_room(self, width: int) -> None:
-        """Make every cell hold at least ``width`` rows."""
+        """Give every cell at least ``width`` slots."""
         if width > self.slots.shape[2]:
             self._lay_out(width + 4)
 
@@ -106,38 +106,38 @@ class Boards:
         return self.columns().max(axis=2).sum(axis=1)
 
     def lockstep_of(self, j: int) -> float:
-        """The same of one board."""
+        """Lockstep cost of one board."""
         return float(self.load[j].reshape(self.num_columns, self.num_ranks).max(axis=1).sum())
 
     def targets(self) -> FloatArray:
-        """Level that each cell should reach, shape (J, K).
+        """Target load of each cell, shape (J, K).
 
-        No column can be below its dearest row, so the others share what is left: the level is the larger of that row
-        and a water line, the same for all columns, at which the levels add up to the whole cost.
+        A column costs at least its most expensive row, and the others share the rest: the target is the larger of that
+        row and a water line, the same for all columns, at which the targets add up to the total cost.
         """
         boards = iota(self.num_boards)
         by_column = self.slots.reshape(self.num_boards, self.num_columns, -1)
-        dearest: FloatArray = self.cost[boards[:, None, None], by_column].max(axis=2)
-        falling = -np.sort(-dearest, axis=1)
+        largest: FloatArray = self.cost[boards[:, None, None], by_column].max(axis=2)
+        falling = -np.sort(-largest, axis=1)
         total = self.load.sum(axis=1) / self.num_ranks
         rest = np.subtract.accumulate(np.column_stack([total, falling[:, :-1]]), axis=1)
         line = rest / np.arange(self.num_columns, 0, -1)
-        above: BoolArray = line >= falling  # a line is right where it is above the rows that are left to it
+        above: BoolArray = line >= falling  # the right line is above all the rows below it
         water: FloatArray = np.where(above.any(axis=1), line[boards, above.argmax(axis=1)], 0.0)
-        return np.repeat(np.maximum(dearest, water[:, None]), self.num_ranks, axis=1)
+        return np.repeat(np.maximum(largest, water[:, None]), self.num_ranks, axis=1)
 
     def even_out(
         self, excess: FloatArray, weight: FloatArray, rules: Rules, *, active: BoolArray, pairs: Pairs, shift: int
     ) -> int:
-        """One round: pair full cells with empty ones, give each pair its best swap or move, and count the changes.
+        """One round: pair full cells with empty ones, apply the best swap or move of each pair, and count the changes.
 
         Args:
-            excess: shape (J, K), what a cell is above its level.
-            weight: shape (J, n + 1), what a row adds to ``excess``; 0 for the empty row.
+            excess: shape (J, K), the load of each cell above its target.
+            weight: shape (J, n + 1), what a row adds to ``excess``; 0 for an unused slot.
             rules: what a change must respect.
-            active: boards that take part, shape (J,).
+            active: boards to change, shape (J,).
             pairs: which cells are paired: those of one column, those of one rank, or any.
-            shift: rotates the partners, so that rounds try other pairs.
+            shift: rotates the partners, so that each round tries other pairs.
         """
         board, full, empty = pair = self._pairs(excess, pairs, shift)
         gap = excess[board, full] - excess[board, empty]
@@ -148,7 +148,7 @@ class Boards:
         self.ensure_room(int(width[keep].max()))
         keep = keep[np.argsort(width[keep], kind="stable")]
         changed = at = 0
-        while at < keep.size:  # pairs of much the same width share a call
+        while at < keep.size:  # pairs of similar width share a call
             widest = min(_MAX_WIDTH, int(width[keep[at]]) * 5 // 4 + 1, self.slots.shape[2])
             part = keep[at : at + max(1, _MAX_CANDIDATES // widest**2)]
             if widest < _MAX_WIDTH:
@@ -158,7 +158,7 @@ class Boards:
         return changed
 
     def _pairs(self, excess: FloatArray, pairs: Pairs, shift: int) -> IntArray:
-        """Number of the board, the fuller and the emptier cell of each pair, shape (3, P)."""
+        """Board, fuller cell and emptier cell of each pair, shape (3, P)."""
         grid = iota(self.num_cells).reshape(self.num_columns, self.num_ranks)
         cells = {"column": grid, "rank": np.swapaxes(grid, 0, 1), "any": grid.reshape(1, -1)}[pairs]
         values: FloatArray = excess[:, cells]
@@ -171,14 +171,14 @@ class Boards:
         return np.stack([board, full, empty]).reshape(3, -1)
 
     def _swap_best(self, pair: IntArray, gap: FloatArray, weight: FloatArray, rules: Rules, width: int) -> int:
-        """Give each pair its best swap or move, if any helps."""
+        """Apply the best swap or move of each pair, if any helps."""
         board, full, empty = pair
         out_rows = self.slots[board, full, :width]  # (P, W)
         in_rows = self.slots[board, empty, :width]
         leave, enter = self._weights_of_free_rows(pair, out_rows, in_rows, weight, rules)
         shift: FloatArray = leave[:, :, None] - enter[:, None, :]
         gain: FloatArray = np.subtract(gap[:, None, None], shift)
-        gain *= shift  # half the fall of the sum of squared excesses; -inf where a slot is not free to change
+        gain *= shift  # half the decrease of the sum of squared excesses; -inf where the slot may not change
         self._forbid(gain, pair, out_rows, in_rows, rules)
         flat = gain.reshape(board.size, -1)
         best = flat.argmax(axis=1)
@@ -190,9 +190,9 @@ class Boards:
     def _weights_of_free_rows(
         self, pair: IntArray, out_rows: IntArray, in_rows: IntArray, weight: FloatArray, rules: Rules
     ) -> tuple[FloatArray, FloatArray]:
-        """Weights of the rows of both cells, shapes (P, W); infinite where a slot holds none that may change cells.
+        """Weights of the rows of both cells, shapes (P, W); infinite for a slot that may not change.
 
-        An empty slot of the emptier cell has weight 0 where the fuller one may give a row away: not its last.
+        An unused slot of the emptier cell has weight 0 if the fuller cell may give a row away, which leaves it one.
         """
         board, full, empty = pair
         nobody = self.num_rows
@@ -207,7 +207,7 @@ class Boards:
         return leave, np.where(open_slot, weight[board[:, None], in_rows], np.inf)
 
     def _forbid(self, gain: FloatArray, pair: IntArray, out_rows: IntArray, in_rows: IntArray, rules: Rules) -> None:
-        """Set to -inf, in place, what the cap or the kinds do not allow."""
+        """Set ``gain`` to -inf, in place, where the cap or the kinds forbid the change."""
         board, full, empty = pair
         if self.kind is not None:
             same_rank = self.rank_of[full] == self.rank_of[empty]
@@ -222,14 +222,14 @@ class Boards:
         )
         out_tokens, in_tokens = self.tokens[board[:, None], out_rows], self.tokens[board[:, None], in_rows]
         if (least <= -in_tokens.max()).all() and (out_tokens.max() <= most).all():
-            return  # the cap is far from every pair
+            return  # no pair is near the cap
         tokens = out_tokens[:, :, None] - in_tokens[:, None, :]
         gain[(tokens < least[:, None, None]) | (tokens > most[:, None, :])] = -np.inf
 
     def swap(self, board: IntArray, cell_a: IntArray, at_a: IntArray, cell_b: IntArray, at_b: IntArray) -> None:
-        """Swap slot ``at_a`` of ``cell_a`` with slot ``at_b`` of ``cell_b``; an empty slot b makes it a move.
+        """Swap slot ``at_a`` of ``cell_a`` with slot ``at_b`` of ``cell_b``; if slot b is unused, that is a move.
 
-        No cell may occur twice in one call on one board.
+        A cell may occur only once per board in one call.
         """
         a = self.slots[board, cell_a, at_a]
         b = self.slots[board, cell_b, at_b]
@@ -240,7 +240,7 @@ class Boards:
         self.cell[board, a] = cell_b
         swapped = ~moved
         self.cell[board[swapped], b[swapped]] = cell_a[swapped]
-        if moved.any():  # the last row of cell a takes the hole
+        if moved.any():  # the last row of cell a fills the gap
             jm, am, im = board[moved], cell_a[moved], at_a[moved]
             last = self.count[jm, am] - 1
             self.slots[jm, am, im] = self.slots[jm, am, last]
@@ -255,7 +255,7 @@ class Boards:
         self.fill[board, cell_b] += tokens
 
     def swap_one(self, j: int, cell_a: int, at_a: int, cell_b: int, at_b: int) -> None:
-        """The same for one board and two cells, in a tenth of the time."""
+        """``swap`` for two cells of one board, in a tenth of the time."""
         slots, count = self.slots[j], self.count[j]
         a, b = int(slots[cell_a, at_a]), int(slots[cell_b, at_b])
         self.cell[j, a] = cell_b

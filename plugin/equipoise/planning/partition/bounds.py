@@ -1,16 +1,15 @@
-"""Lower bounds: what no plan of the same rows can beat.
+"""Lower bounds on the cost of any plan of the same rows.
 
-``mini_batch_bound`` is the largest of several, each with its reason:
+``mini_batch_bound`` is the largest of four:
 
-* *mean*: a rank's loads add up to at least the mean over ranks.
+* *mean*: some rank has at least the mean load.
 * *longest row*: some micro-batch holds it.
-* *equal counts*: the rank that holds the longest row holds ``rows per rank - 1`` others, at best the cheapest.
-* *columns under the cap*: sort columns (micro-batches of all ranks) by level, the highest first. A column has R
-  cells. Rows of more than cap / (c + 1) tokens stand at most c to a cell, so that the first K - 1 columns hold at
-  most (K - 1) · c · R of them, and column K is no lower than the next one of those rows. And whatever is in the first
-  K columns fits in K · R caps, so that its cost is at most F(K · R · cap), the cost of the densest rows (cost per
-  token) of that many tokens, the last one in part; the rest of the cost is left to the other columns. Hence for every
-  K: Σ levels ≥ Σ over the first K of those rows' costs + (total - F(K · R · cap)) / R.
+* *equal counts*: the rank with the longest row also has ``rows per rank - 1`` others, at best the cheapest ones.
+* *columns under the cap*: sort the columns (micro-batches of all R ranks) by load, the highest first. A cell holds at
+  most c rows of more than cap / (c + 1) tokens, so the first K - 1 columns hold at most (K - 1) · c · R of them, and
+  column K costs at least as much as the next one of those rows. The first K columns hold at most K · R · cap tokens,
+  whose cost is at most F(K · R · cap), that of the rows with the highest cost per token, the last one in part; the
+  other columns carry the rest. So for every K: Σ loads ≥ Σ of those K rows' costs + (total - F(K · R · cap)) / R.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _SHARES = (1, 2, 3, 4)
 def mini_batch_bound(
     cost: FloatArray, tokens: IntArray, *, num_ranks: int, cap: int | None = None, rows_per_rank: int | None = None
 ) -> float:
-    """Lockstep cost that no layout of these rows is below; the last two reasons hold for the rank cost as well.
+    """Lower bound on the lockstep cost of any layout of these rows.
 
     Args:
         cost: cost of each row, shape (n,).
         tokens: tokens of each row, shape (n,).
-        num_ranks: ranks that meet at each micro-batch.
-        cap: the most tokens of a micro-batch (lone rows may exceed it); None for no cap.
-        rows_per_rank: rows of the rank with the fewest; None where counts are free.
+        num_ranks: ranks that run each micro-batch together.
+        cap: the most tokens in a micro-batch (a single row may exceed it); None for no cap.
+        rows_per_rank: the fewest rows on any rank; None if ranks may have any number.
 
     >>> mini_batch_bound(np.array([9.0, 1.0, 1.0, 1.0]), np.array([9, 1, 1, 1]), num_ranks=2, rows_per_rank=2)
     10.0
@@ -49,7 +48,7 @@ def mini_batch_bound(
 
 def _columns_bound(cost: FloatArray, tokens: IntArray, num_ranks: int, cap: int) -> float:
     if (tokens > cap).any():
-        return 0.0  # lone rows above the cap void the argument about tokens
+        return 0.0  # the argument about tokens does not hold for rows above the cap
     total = float(cost.sum())
     columns = min(cost.size // num_ranks, int(tokens.sum()) // (num_ranks * cap) + 2)
     wide = [np.sort(cost[tokens * (c + 1) > cap])[::-1] for c in _SHARES]

@@ -1,4 +1,4 @@
-"""``partition``: weights into k parts by a named algorithm, its input checked and its groups kept whole."""
+"""``partition``: weights into k parts by a named algorithm, with checked input and whole groups."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from equipoise.registry import Registry
 
 
 class Partitioner(Protocol):
-    """Divides checked weights."""
+    """Divides weights that have been checked."""
 
     def __call__(self, weights: FloatArray, k: int, *, equal_size: bool) -> IntArray:
-        """Part of each row, shape (n,); with ``equal_size`` n is a multiple of k and each part gets n / k rows."""
+        """Part of each row, shape (n,); with ``equal_size``, n is a multiple of k and each part gets n / k rows."""
         ...
 
 
@@ -41,7 +41,7 @@ def lpt_partition(weights: FloatArray, k: int, *, equal_size: bool) -> IntArray:
 
 @partitioners.decorator("refined")
 def refined_partition(weights: FloatArray, k: int, *, equal_size: bool) -> IntArray:
-    """The better of "kk" and "lpt" after a search over swaps and, with free sizes, moves. Never worse than either."""
+    """The better of "kk" and "lpt", improved by swaps and, if sizes are free, moves. Never worse than either."""
     if k == 1:
         return np.zeros(weights.size, dtype=np.int64)
     starts = np.stack([partitioners[name](weights, k, equal_size=equal_size) for name in ("kk", "lpt")])
@@ -63,18 +63,18 @@ def partition(
 
     Args:
         weights: one number of at least 0 per row, shape (n,).
-        k: number of parts, at most n (at most the number of groups with ``group_ids``).
-        algorithm: a name of :data:`partitioners`: "refined", "kk" or "lpt".
+        k: number of parts, at most n (with ``group_ids``, at most the number of groups).
+        algorithm: a name in :data:`partitioners`: "refined", "kk" or "lpt".
         equal_size: each part gets n / k rows; n must be a multiple of k.
-        group_ids: shape (n,); rows of one id stay in one part.
+        group_ids: shape (n,); rows with the same id stay in one part.
 
     Returns:
-        k integer arrays of row ids, rising within a part, none empty; every row once.
+        k arrays of row ids, none empty, ascending within a part; each row occurs once.
 
     Raises:
-        InvalidInput: a weight is negative, NaN or infinite, k is out of range, or a shape does not fit.
-        InfeasiblePlan: groups cannot be kept whole in parts of equal size.
-        UnknownName: no such algorithm.
+        InvalidInput: a weight is negative, NaN or infinite, k is out of range, or a shape is wrong.
+        InfeasiblePlan: whole groups do not fit into parts of equal size.
+        UnknownName: there is no such algorithm.
 
     >>> [part.tolist() for part in partition([8, 7, 6, 5, 4], 2)]
     [[0, 1], [2, 3, 4]]
@@ -89,10 +89,10 @@ def partition(
 
 
 def group_numbers(group_ids: Any, n: int) -> IntArray:
-    """Groups numbered in the order in which they arrive, shape (n,); ids may be anything hashable.
+    """Group of each row, numbered by first occurrence, shape (n,); ids may be anything hashable.
 
     Raises:
-        InvalidInput: not one id for each row, or an id that cannot be hashed.
+        InvalidInput: there is not one id for each row, or an id is not hashable.
 
     >>> group_numbers(["b", "a", "b"], 3).tolist()
     [0, 1, 0]
@@ -114,7 +114,7 @@ def checked_weights(weights: Any) -> FloatArray:
     """Weights as float64, shape (n,).
 
     Raises:
-        InvalidInput: empty, not one-dimensional, no numbers, negative, NaN or infinite.
+        InvalidInput: not a non-empty vector of finite numbers of at least 0.
     """
     values = as_vector("weights", weights, "pass one weight per row")
     if values.size == 0:
@@ -146,7 +146,7 @@ def _divide(algorithm: str, values: FloatArray, k: int, *, equal_size: bool) -> 
 
 
 def _divide_groups(algorithm: str, values: FloatArray, k: int, *, equal_size: bool, group_ids: Any) -> IntArray:
-    """Groups are divided as rows of their total weight."""
+    """Divide groups as if each were a row of its total weight."""
     group = group_numbers(group_ids, values.size)
     size = counts(group, int(group.max()) + 1)
     if k > size.size:

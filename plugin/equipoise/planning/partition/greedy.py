@@ -1,7 +1,7 @@
 """Longest processing time first, on a heap.
 
-R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), 1969: rows in falling order, each
-to the part with the least load. With a limit on rows a part leaves the heap when it is full.
+R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), 1969: heaviest row first, each to
+the part with the least load. With a limit on rows, a full part leaves the heap.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from equipoise._arrays import FloatArray, IntArray
 def longest_first(weights: FloatArray, k: int, *, max_rows: IntArray | None = None) -> IntArray:
     """Part of each row, shape (n,).
 
-    ``weights`` are at least 0, shape (n,); ``max_rows`` are the most rows of each part, shape (k,), n or more together.
+    ``weights``, shape (n,), are at least 0; ``max_rows``, shape (k,), limits each part's rows and sums to n or more.
     """
     part = np.empty(weights.size, dtype=np.int64)
     limits = [weights.size] * k if max_rows is None else max_rows.tolist()
-    # load, rows, part: among equal loads the part with fewer rows
+    # (load, rows, part): the part with fewer rows breaks a tie
     heap = [(0.0, 0, p) for p in range(k) if limits[p] > 0]
     values = weights.tolist()
     for row in np.argsort(-weights, kind="stable").tolist():

@@ -1,9 +1,9 @@
-"""Karmarkar-Karp largest differencing into k parts, of equal size or free.
+"""Karmarkar-Karp largest differencing into k parts, of equal or any size.
 
 N. Karmarkar and R. M. Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982; k-way form after
 W. Michiels et al., "Performance ratios for the differencing method", 2012. A state holds k partial sums; the two states
-of widest spread are merged, largest sum with smallest, until one is left. A part is a tree of merges, so that a merge
-costs O(k log k) whatever the parts hold.
+with the widest spread are merged, largest sum with smallest, until one is left. A part is a tree of merges, so a merge
+costs O(k log k) however many rows the parts hold.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from equipoise._arrays import FloatArray, IntArray, iota
 
 
 def equal_size(weights: FloatArray, k: int) -> IntArray:
-    """Part of each row, shape (n,), each part with n / k rows: n must be a multiple of k.
+    """Part of each row, shape (n,), with n / k rows in each; n must be a multiple of k.
 
-    The first states are runs of k rows in falling order, one row a part.
+    The first states are runs of k rows by descending weight, one row per part.
     """
     n = weights.size
     falling = np.argsort(-weights, kind="stable").reshape(-1, k)
-    # sums of the parts, falling, and a node for each: node i < n is row i, later ones join two nodes
+    # descending sums of the parts, and a node for each: node i < n is row i, later nodes join two
     states: list[tuple[FloatArray, IntArray]] = [(weights[rows], rows) for rows in falling]
     joined: list[tuple[IntArray, IntArray]] = []
     heap = [(-float(sums[0] - sums[-1]), i) for i, (sums, _) in enumerate(states)]
@@ -45,16 +45,16 @@ def equal_size(weights: FloatArray, k: int) -> IntArray:
 
 
 def free_size(weights: FloatArray, k: int) -> IntArray:
-    """Part of each row, shape (n,), parts of any size.
+    """Part of each row, shape (n,), with any number of rows in each.
 
-    Only the non-empty parts of a state are stored: at first each state is a single row, and most merges join two
-    states that still fit side by side.
+    A state stores only its non-empty parts: each state starts as a single row, and most merges join two states that
+    still fit side by side.
     """
     n = weights.size
     if k == 1:
         return np.zeros(n, dtype=np.int64)
     joined: list[tuple[int, int]] = []  # node i < n is row i; node n + i joins the two of joined[i]
-    states: list[list[tuple[float, int]]] = [[(float(w), i)] for i, w in enumerate(weights)]  # sums, falling, and nodes
+    states: list[list[tuple[float, int]]] = [[(float(w), i)] for i, w in enumerate(weights)]  # descending sums, nodes
     heap = [(-float(w), i) for i, w in enumerate(weights)]
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -62,7 +62,7 @@ def free_size(weights: FloatArray, k: int) -> IntArray:
         _, second = heapq.heappop(heap)
         a, b = states[first], states[second]
         overlap = max(0, len(a) + len(b) - k)
-        # the largest of a with the smallest of b; where one side has run out of parts, the other's part stands alone
+        # the largest of a with the smallest of b; a part without a partner stays as it is
         merged = a[: len(a) - overlap] + b[: len(b) - overlap]
         for (sum_a, node_a), (sum_b, node_b) in zip(a[len(a) - overlap :], reversed(b), strict=False):
             merged.append((sum_a + sum_b, n + len(joined)))

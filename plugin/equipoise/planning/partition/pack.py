@@ -1,4 +1,4 @@
-"""``pack``: rows into as few capped groups as needed, then evenly.
+"""``pack``: rows into as few capped groups as possible, then evenly.
 
 The contract is that of AReaL's micro-batch specification: at least ``min_groups`` groups, a multiple of ``multiple``,
 none above the capacity.
@@ -46,21 +46,21 @@ def pack(
 
     Args:
         lengths: tokens of each row, shape (n,).
-        capacity: the most tokens of a group.
+        capacity: the most tokens in a group.
         min_groups: the fewest groups.
-        multiple: the number of groups is a multiple of it.
-        algorithm: "ffd" (first fit decreasing), "kk" (largest differencing into more and more groups, first fit where
-            that takes fewer) or "refined" (the fewest groups that a search finds, then evened out).
-        weights: what "kk" and "refined" even out, shape (n,); the lengths if None.
-        oversize: a row above the capacity is an "error", or a group of its own ("alone", with a warning).
+        multiple: the number of groups is a multiple of this.
+        algorithm: "ffd" (first fit decreasing), "kk" (largest differencing into a growing number of groups, or first
+            fit if that needs fewer) or "refined" (the fewest groups that a search finds, then balanced).
+        weights: what "kk" and "refined" balance, shape (n,); the lengths if None.
+        oversize: whether a row above the capacity is an "error" or a group of its own ("alone", with a warning).
 
     Returns:
-        Integer arrays of row ids, rising within a group, the groups by their first row.
+        Arrays of row ids, ascending within a group; groups are ordered by their first row.
 
     Raises:
         InvalidInput: an argument breaks its rule.
-        InfeasiblePlan: a row above the capacity, or more groups asked for than there are rows.
-        UnknownName: no such algorithm.
+        InfeasiblePlan: a row is above the capacity, or there must be more groups than rows.
+        UnknownName: there is no such algorithm.
 
     >>> [group.tolist() for group in pack([5, 4, 3, 3], capacity=8)]
     [[0, 2], [1, 3]]
@@ -79,19 +79,19 @@ def pack(
 
 
 def round_up(count: int, multiple: int) -> int:
-    """The least multiple that is at least ``count``."""
+    """The smallest multiple that is at least ``count``."""
     return -(-count // multiple) * multiple
 
 
 def fewest_groups(tokens: IntArray, capacity: int) -> int:
-    """A number of groups below which no packing fits.
+    """Lower bound on the number of groups.
 
-    Rows above half the capacity stand alone; more generally rows of at least a length fill groups with no row of more
-    than the rest (the bound L2 of S. Martello and P. Toth, Knapsack Problems, 1990, section 8.3).
+    No two rows above half the capacity share a group, nor does a row of at least s tokens join one of more than
+    capacity - s (the bound L2 of S. Martello and P. Toth, Knapsack Problems, 1990, section 8.3).
     """
     rest = np.sort(tokens[tokens <= capacity])
     upto: IntArray = np.append(0, np.cumsum(rest))
-    half = int(np.searchsorted(rest, capacity // 2, side="right"))  # rows from here on are above half
+    half = int(np.searchsorted(rest, capacity // 2, side="right"))  # from here on, rows are above half
     small: IntArray = np.append(0, rest[:half])
     large = np.searchsorted(rest, capacity - small, side="right")
     room = (large - half) * capacity - (upto[large] - upto[half])
@@ -117,7 +117,7 @@ def _check_oversize(tokens: IntArray, capacity: int, oversize: str) -> None:
 
 
 def first_fit(tokens: IntArray, capacity: int) -> IntArray:
-    """Group of each row: rows in falling length, each to the first group with room."""
+    """Group of each row: longest row first, each to the first group with room."""
     group = np.empty(tokens.size, dtype=np.int64)
     room = np.full(tokens.size, capacity, dtype=np.int64)
     used = 0
@@ -130,7 +130,7 @@ def first_fit(tokens: IntArray, capacity: int) -> IntArray:
 
 
 def _widest_room(tokens: IntArray, weights: FloatArray, capacity: int, groups: int) -> IntArray | None:
-    """Group of each row: the heaviest first, each to the lightest group with room; None if one finds none."""
+    """Group of each row: longest row first, each to the lightest group with room; None if a row finds none."""
     group = np.empty(tokens.size, dtype=np.int64)
     room = np.full(groups, capacity, dtype=np.int64)
     load = np.zeros(groups)
@@ -146,7 +146,7 @@ def _widest_room(tokens: IntArray, weights: FloatArray, capacity: int, groups: i
 
 @packers.decorator("ffd")
 def ffd(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multiple: int) -> IntArray:
-    """First fit decreasing; where more groups are asked for, the rows are spread over them, the longest first."""
+    """First fit decreasing; if more groups are required, rows are spread over them, the longest first."""
     group = first_fit(tokens, capacity)
     needed = int(group.max()) + 1
     groups = round_up(max(needed, least), multiple)
@@ -162,7 +162,7 @@ def ffd(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multip
 
 @packers.decorator("kk")
 def kk(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multiple: int) -> IntArray:
-    """Largest differencing into more and more groups until all fit; first fit decreasing where that takes fewer."""
+    """Largest differencing into a growing number of groups until all fit, or first fit if that needs fewer."""
     fallback = ffd(tokens, weights, capacity, least, multiple)
     fewest = round_up(max(fewest_groups(tokens, capacity), least), multiple)
     for groups in range(fewest, int(fallback.max()) + 2, multiple):
@@ -175,7 +175,7 @@ def kk(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multipl
 
 @packers.decorator("refined")
 def refined(tokens: IntArray, weights: FloatArray, capacity: int, least: int, multiple: int) -> IntArray:
-    """The fewest groups that first fit or a search for room finds, then evened out by swaps and moves."""
+    """The fewest groups that first fit or a search finds, then balanced by swaps and moves."""
     found = ffd(tokens, weights, capacity, least, multiple)
     fewest = round_up(max(fewest_groups(tokens, capacity), least), multiple)
     tried = (_fitted(tokens, capacity, groups) for groups in range(fewest, int(found.max()) + 1, multiple))
@@ -184,7 +184,7 @@ def refined(tokens: IntArray, weights: FloatArray, capacity: int, least: int, mu
 
 
 def _fitted(tokens: IntArray, capacity: int, groups: int) -> IntArray | None:
-    """A packing into ``groups`` groups from a spread start, by levelling tokens; None if the search finds none."""
+    """A packing into ``groups`` groups, found by balancing tokens; None if the search finds none."""
     values = tokens.astype(np.float64)
     start = karmarkar_karp.free_size(values, groups)
     if counts(start, groups).min() == 0:
@@ -194,7 +194,7 @@ def _fitted(tokens: IntArray, capacity: int, groups: int) -> IntArray | None:
 
 
 def _evened_out(group: IntArray, tokens: IntArray, weights: FloatArray, capacity: int) -> IntArray:
-    """The better of two starts, this one and the heaviest rows first, after swaps and moves."""
+    """The better of two starts after swaps and moves: this packing, and ``_widest_room``."""
     groups = int(group.max()) + 1
     spread = _widest_room(tokens, weights, capacity, groups)
     cells = np.stack([group] if spread is None else [group, spread])

@@ -1,4 +1,4 @@
-"""Levelling whole ranks, for engines that meet once per optimizer step."""
+"""Balancing whole ranks, for engines that synchronize once per optimizer step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from equipoise.planning.partition.board import Boards
 from equipoise.planning.partition.refine import SMALL
 
 _MAX_STEPS = 2000
-_NUM_PARTNERS = 16  # ranks with the least to do, which nearly always hold the best partner; then all
+_NUM_PARTNERS = 16  # the least loaded ranks nearly always hold the best partner; if not, all are searched
 
 
 def level_ranks(boards: Boards, cap: int | None, *, goal: float) -> None:
-    """Swap rows of the fullest rank with rows of others until its total falls no further.
+    """Swap rows of the fullest rank with rows of other ranks until its total stops falling.
 
-    Rows trade places, so that every rank and micro-batch keeps its number of rows; the cap holds in both places. The
-    search stops at ``goal``, a total of a rank that cannot be beaten.
+    Every rank and micro-batch keeps its number of rows, and both stay under the cap. The search stops at ``goal``, a
+    lower bound on the total of the fullest rank.
     """
     near = 1e-9 if boards.num_rows <= SMALL else 1e-4
     for _ in range(_MAX_STEPS):
@@ -32,7 +32,7 @@ def level_ranks(boards: Boards, cap: int | None, *, goal: float) -> None:
 
 
 def _best_swap(boards: Boards, cap: int | None, total: FloatArray, partners: IntArray) -> tuple[int, int] | None:
-    """A row of the fullest rank and one of a partner rank, after whose swap the fuller of the two is lowest."""
+    """The row of the fullest rank and the row of a partner whose swap leaves the fuller of the two ranks lowest."""
     fullest, cell = int(total.argmax()), boards.cell[0]
     cost, tokens, fill, alone = boards.cost[0], boards.tokens[0], boards.fill[0], boards.count[0] == 1
     rank = boards.rank_of[cell]

@@ -1,4 +1,4 @@
-"""The search: rounds of pairwise swaps over all boards at once, exact steps at each column's fullest cell, kicks."""
+"""The search: rounds of pairwise swaps on all boards at once, then steepest steps and kicks on each."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from equipoise.planning.partition.board import Boards, Pairs, Rules
 from equipoise.planning.partition.swaps import Swaps
 
 SMALL = 64
-"""Boards of at most so many rows are searched to the end, and from kicked copies of the best layout."""
+"""Boards with at most this many rows are searched until nothing improves, then again from kicked copies."""
 
-_COST_OF_A_STEP = 20_000  # in swaps: what the numpy calls of one step cost beside them
+_COST_OF_A_STEP = 20_000  # overhead of a step's numpy calls, in swaps
 
 
 def even_out_loads(boards: Boards, rules: Rules, *, max_rounds: int = 48, tolerance: float = 2e-4) -> None:
-    """Rounds of pairwise changes until columns are level, or nothing changes any more.
+    """Rounds of pairwise changes until the columns are level or nothing changes.
 
-    Each change lowers the sum of squared excesses over the levels, so that the search ends by itself; it ends early
-    where every board's lockstep cost is within ``tolerance`` of the sum of its levels.
+    Each change lowers the sum of squared excesses over the targets, so the search ends; it ends early once every
+    board's lockstep cost is within ``tolerance`` of the sum of its targets.
     """
     active = np.ones(boards.num_boards, dtype=np.bool_)
     kinds: tuple[Pairs, ...] = ("any",) if boards.num_columns == 1 else ("rank", "column", "any")
@@ -42,59 +42,27 @@ def even_out_loads(boards: Boards, rules: Rules, *, max_rounds: int = 48, tolera
             return
 
 
-def fit_cap(boards: Boards, rules: Rules, *, max_rounds: int = 8, max_steps: int = 96) -> BoolArray:
-    """Bring every cell under the cap by rounds of pairwise changes, then exact steps; tell which boards fit, (J,)."""
+def fit_cap(boards: Boards, rules: Rules, *, max_rounds: int = 96) -> BoolArray:
+    """Bring every cell under the cap by rounds of pairwise changes; which boards fit, shape (J,)."""
     if rules.cap is None:
         return np.ones(boards.num_boards, dtype=np.bool_)
     free = Rules(cap=None, moves=rules.moves, alike=rules.alike)
     weight = boards.tokens.astype(np.float64)
     kinds: tuple[Pairs, ...] = ("any",) if rules.moves == "none" else ("rank", "any")
+    over = _over_cap(boards, rules.cap)
     for turn in range(max_rounds):
-        over: BoolArray = np.asarray(_over_cap(boards, rules.cap).any(axis=1), dtype=np.bool_)
         if not over.any():
             break
         excess = boards.fill.astype(np.float64)
         kind = kinds[turn % len(kinds)]
         boards.even_out(excess, weight, free, active=over, pairs=kind, shift=turn // len(kinds))
-    for j in np.flatnonzero(_over_cap(boards, rules.cap).any(axis=1)).tolist():
-        _relieve(boards, j, free, rules.cap, max_steps)
-    return np.asarray(~_over_cap(boards, rules.cap).any(axis=1), dtype=np.bool_)
-
-
-def _relieve(boards: Boards, j: int, free: Rules, cap: int, max_steps: int) -> None:
-    """Take from the fullest cells what brings them under the cap, into cells that it leaves under it.
-
-    Of the swaps and moves that leave the fewest tokens above the cap, the one after which columns grow least is made.
-    """
-    cost, tokens = boards.cost[j], boards.tokens[j]
-    stuck = np.zeros(boards.num_cells, dtype=np.bool_)
-    for _ in range(max_steps):
-        fill, count = boards.fill[j], boards.count[j]
-        over: IntArray = np.where(count > 1, np.maximum(fill - cap, 0), 0)
-        cell = int(np.where(stuck, 0, over).argmax())
-        if stuck[cell] or not over[cell]:
-            return
-        swaps = Swaps.of(boards, j, cell, free)
-        partner = swaps.partner_cell
-        moved: IntArray = tokens[swaps.rows][:, None] - tokens[swaps.partner_row]
-        lone = (count[partner] == 1) & (swaps.partner_row != boards.num_rows)
-        left: IntArray = np.maximum(over[cell] - moved, 0) - over[cell]
-        left = left + np.where(lone, 0, np.maximum(fill[partner] + moved - cap, 0) - over[partner])
-        top = boards.load[j].reshape(boards.num_columns, boards.num_ranks).max(axis=1)
-        grown: FloatArray = boards.load[j, partner] + cost[swaps.rows][:, None] - cost[swaps.partner_row]
-        grown = np.maximum(grown - top[boards.column_of[partner]], 0.0)
-        value: FloatArray = np.where(swaps.allowed & (left < 0), left + grown / (1.0 + top.sum()), 0.0)
-        a, b = divmod(int(value.argmin()), value.shape[1])
-        if value[a, b] < 0:
-            swaps.apply(boards, j, a, b)
-            stuck[:] = False
-        else:
-            stuck[cell] = True
+        over = _over_cap(boards, rules.cap)
+    return ~over
 
 
 def _over_cap(boards: Boards, cap: int) -> BoolArray:
-    """Which cells are above the cap with more than one row, shape (J, K)."""
-    return (boards.fill > cap) & (boards.count > 1)
+    """Boards with a cell of more than one row above the cap, shape (J,)."""
+    return np.asarray(((boards.fill > cap) & (boards.count > 1)).any(axis=1), dtype=np.bool_)
 
 
 def polish(
@@ -105,17 +73,17 @@ def polish(
     max_swaps: int = 15_000_000,
     tolerance: float | None = None,
 ) -> None:
-    """Steepest exact steps on each board, from the fullest cell of the column that stands highest above its mean.
+    """Steepest descent on each board, from the fullest cell of the column that is furthest above its mean.
 
     The lockstep cost of a board never rises.
 
     Args:
         boards: changed in place.
         rules: what a change must respect.
-        goals: lockstep costs that cannot be beaten, shape (J,); a large board stops within 1e-3 of its own.
-        max_swaps: swaps looked at, a bound on the time of each board.
-        tolerance: leave a column whose fullest cell is within this share of its mean; None for one that small boards
-            get exactly and large ones within 2e-4.
+        goals: lower bounds on the lockstep costs, shape (J,); a large board stops within 1e-3 of its own.
+        max_swaps: swaps to evaluate, which bounds the time of each board.
+        tolerance: skip a column whose fullest cell is within this share of its mean; None for 1e-9 on small boards
+            and 2e-4 on large ones.
     """
     if tolerance is None:
         tolerance = 1e-9 if boards.num_rows <= SMALL else 2e-4
@@ -123,13 +91,13 @@ def polish(
     for j in range(boards.num_boards):
         goal = 0.0 if goals is None else float(goals[j]) * (1 + near)
         stuck = np.zeros(boards.num_columns, dtype=np.bool_)
-        looked_at = 0
+        evaluated = 0
         changed = False
-        while looked_at < max_swaps and (goals is None or boards.lockstep_of(j) > goal):
+        while evaluated < max_swaps and (goals is None or boards.lockstep_of(j) > goal):
             swaps, better = _step(boards, j, rules, stuck, tolerance)
-            looked_at += swaps
+            evaluated += swaps
             changed |= better
-            if not swaps:  # another sweep over the columns, if this one changed something
+            if not swaps:  # sweep again over the columns if this sweep changed something
                 if not changed:
                     break
                 changed = False
@@ -137,7 +105,7 @@ def polish(
 
 
 def _step(boards: Boards, j: int, rules: Rules, stuck: BoolArray, tolerance: float) -> tuple[int, bool]:
-    """Try the column with the most to win: how many swaps were looked at, 0 if none is left, and if one was made."""
+    """Try the column with the most to gain: the swaps evaluated, 0 if no column is left; and whether one helped."""
     load = boards.load[j]
     columns = load.reshape(boards.num_columns, boards.num_ranks)
     top = columns.max(axis=1)
@@ -164,18 +132,18 @@ def _step(boards: Boards, j: int, rules: Rules, stuck: BoolArray, tolerance: flo
 
 
 def kick(boards: Boards, rules: Rules, *, goals: FloatArray, num_kicks: int) -> None:
-    """Small boards, searched harder: exact steps from kicked copies of the best layout.
+    """Search small boards harder: steepest descent from kicked copies of the best layout.
 
-    An iterated local search (H. R. Lourenço, O. C. Martin and T. Stützle, in Handbook of Metaheuristics, 2003). One row
-    more or less matters where a micro-batch holds two or three. Boards of more than ``SMALL`` rows stay as they are.
-    The lockstep cost of a board never rises. ``goals``, shape (J,), are lockstep costs that cannot be beaten.
+    An iterated local search (H. R. Lourenço, O. C. Martin and T. Stützle, in Handbook of Metaheuristics, 2003). It pays
+    where a micro-batch holds two or three rows. Boards of more than ``SMALL`` rows are left alone. The lockstep cost of
+    a board never rises. ``goals``, shape (J,), are lower bounds on the lockstep costs.
     """
     if boards.num_rows > SMALL or boards.num_ranks == 1:
         return
     best: IntArray = np.array(boards.cell, dtype=np.int64)
     for j in range(boards.num_boards):
         board = boards.select(np.array([j]))
-        draw = np.random.RandomState(0)  # its stream is frozen, so that every machine kicks alike
+        draw = np.random.RandomState(0)  # numpy keeps its stream stable across versions
         cost, goal = board.lockstep_of(0), goals[j : j + 1]
         for turn in range(num_kicks):
             if cost <= goal[0] * (1 + 1e-9):

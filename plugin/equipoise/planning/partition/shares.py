@@ -1,7 +1,7 @@
-"""Groups of rows to bins with room for a fixed number of rows each: whole groups, even cost.
+"""Whole groups of rows to bins that each take a fixed number of rows, at even cost.
 
-Bin packing with costs. Greedy first, then moves and swaps of whole groups, then, for few groups, an exhaustive search
-over the rows that are left in each bin.
+Bin packing with costs: greedy, then moves and swaps of whole groups, then, for few groups, an exhaustive search over
+the room left in each bin.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from equipoise.planning.partition.board import Boards, Rules
 from equipoise.planning.partition.refine import even_out_loads
 
 _MAX_STEPS = 2000
-_MAX_PAIRS = 20_000_000  # looked at by all steps of one search: some 0.2 s
+_MAX_PAIRS = 20_000_000  # evaluated in one search: about 0.2 s
 _EXACT_GROUPS = 200
 _EXACT_NODES = 20_000
 
 
 def share_out(size: IntArray, cost: FloatArray, room: IntArray) -> IntArray | None:
-    """Bin of each group, shape (G,), none of them holding more rows than it has room for; None if none was found.
+    """Bin of each group, shape (G,), with no bin over its room; None if no such assignment was found.
 
-    The dearest group chooses first, and takes the cheapest bin with room. ``size`` is the rows of each group, ``room``
-    the rows that each bin takes, shape (k,); what groups do not fill is left to single rows.
+    The most expensive group comes first, and goes to the cheapest bin with room. ``size`` is the rows of each group,
+    ``room`` the rows that each bin takes, shape (k,); single rows fill what groups leave.
 
     >>> share_out(np.array([2, 1, 1]), np.array([5.0, 3.0, 1.0]), np.array([2, 2])).tolist()
     [0, 1, 1]
@@ -33,7 +33,7 @@ def share_out(size: IntArray, cost: FloatArray, room: IntArray) -> IntArray | No
 
 
 def level_shares(part: IntArray, size: IntArray, cost: FloatArray, room: IntArray) -> IntArray:
-    """The shares after swaps and moves of whole groups that lower the dearest bin; rows stay within the room."""
+    """The shares after swaps and moves of whole groups that lower the most expensive bin; no bin exceeds its room."""
     tokens, bins = np.zeros((1, cost.size), dtype=np.int64), room.size
     boards = Boards(cost[None], tokens, part[None], num_ranks=bins, num_columns=1, kind=size[None])
     before = boards.lockstep_of(0)
@@ -44,12 +44,12 @@ def level_shares(part: IntArray, size: IntArray, cost: FloatArray, room: IntArra
 
 
 def _trade(part: IntArray, size: IntArray, weight: FloatArray, room: IntArray, *, over: bool) -> None:
-    """Swap or move whole groups of the bin that holds most ``weight``, in place, while that lowers it.
+    """Swap or move whole groups of the bin with the most ``weight``, in place, while that lowers it.
 
-    With ``over`` bins may hold more rows than they have room for, and it is that excess which is lowered.
+    With ``over``, bins may exceed their room, and it is that excess which is lowered.
     """
-    bins, looked_at = iota(room.size), 0
-    spare_weight, spare_size = np.append(weight, 0.0), np.append(size, 0)  # the last stands for no group
+    bins, evaluated = iota(room.size), 0
+    spare_weight, spare_size = np.append(weight, 0.0), np.append(size, 0)  # the last one means no group
     for _ in range(_MAX_STEPS):
         rows, load = int_sums(part, size, room.size), sums(part, weight, room.size)
         excess: FloatArray = np.maximum(rows - room, 0).astype(np.float64) if over else load
@@ -57,8 +57,8 @@ def _trade(part: IntArray, size: IntArray, weight: FloatArray, room: IntArray, *
         mine, others, elsewhere = np.flatnonzero(part == top), np.flatnonzero(part != top), bins[bins != top]
         partner = np.concatenate([others, np.full(elsewhere.size, part.size, dtype=np.int64)])
         there = np.concatenate([part[others], elsewhere])
-        looked_at += mine.size * there.size
-        if looked_at > _MAX_PAIRS or not mine.size or not there.size or (over and not excess[top]):
+        evaluated += mine.size * there.size
+        if evaluated > _MAX_PAIRS or not mine.size or not there.size or (over and not excess[top]):
             return
         shift = spare_weight[mine][:, None] - spare_weight[partner]
         grown = size[mine][:, None] - spare_size[partner]
@@ -77,7 +77,7 @@ def _trade(part: IntArray, size: IntArray, weight: FloatArray, room: IntArray, *
 
 
 def _cheapest_first(size: IntArray, cost: FloatArray, room: IntArray) -> IntArray:
-    """Groups, the dearest first, to the cheapest bin with room for them, or else to the one with the most room."""
+    """Groups, the most expensive first, to the cheapest bin with room, or else to the bin with the most room."""
     left: IntArray = np.array(room)
     load, part = np.zeros(room.size), np.empty(size.size, dtype=np.int64)
     for group in np.argsort(-cost, kind="stable").tolist():
@@ -89,17 +89,17 @@ def _cheapest_first(size: IntArray, cost: FloatArray, room: IntArray) -> IntArra
 
 
 def _exhaustive(size: IntArray, room: IntArray) -> IntArray | None:
-    """Groups from the largest down, into the bin that they fill best, with every other bin as an alternative.
+    """Depth-first search: the largest group first, into the tightest bin first, then into every other.
 
-    Ends early where the groups that are left cannot add up to what the bins have left: of a bin's rows only a subset
-    sum of the groups can be filled, and what stays empty everywhere is at most the room to spare.
+    A branch ends when the remaining groups cannot fill the remaining room: a bin can only be filled up to a subset sum
+    of the groups, and all that stays empty must be within the spare room.
     """
     order = np.argsort(-size, kind="stable")
     sizes: list[int] = size[order].tolist()
     if len(sizes) > _EXACT_GROUPS:
         return None
     spare = int(room.sum()) - sum(sizes)
-    reach = [1]  # bit s: some of the last groups add up to s
+    reach = [1]  # bit s: a subset of the last groups adds up to s
     for rows in reversed(sizes):
         reach.append(reach[-1] | reach[-1] << rows)
     reach.reverse()

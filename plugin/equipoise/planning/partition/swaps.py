@@ -1,4 +1,4 @@
-"""Every swap or move of one cell's rows, as arrays of candidates."""
+"""All swaps and moves of one cell's rows, as arrays of candidates."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from equipoise._arrays import BoolArray, FloatArray, IntArray, iota
 from equipoise.planning.partition.board import Boards, Rules
 
-_MAX_SWAPS = 500_000  # looked at in one step
+_MAX_SWAPS = 500_000  # evaluated in one step
 
 
 @dataclass(frozen=True)
 class Swaps:
-    """All swaps of A rows of a cell with B rows elsewhere; a partner row of n stands for none, which makes it a move.
+    """Swaps of A rows of a cell with B partners; a partner row of n means none, which makes it a move.
 
     ``rows`` has shape (A,), ``partner_row`` and ``partner_cell`` (B,); ``shift``, the cost that leaves the cell, and
     ``allowed`` have shape (A, B).
@@ -29,7 +29,7 @@ class Swaps:
 
     @classmethod
     def of(cls, boards: Boards, j: int, cell: int, rules: Rules) -> Swaps:
-        """Swaps of ``cell`` with all others."""
+        """Swaps of ``cell`` with all other cells."""
         n = boards.num_rows
         rank_of, cost, count = boards.rank_of, boards.cost[j], boards.count[j]
         partner_row, partner_cell = iota(n), boards.cell[j]
@@ -53,7 +53,7 @@ class Swaps:
         return cls(cell, rows, partner_row, partner_cell, shift, allowed)
 
     def apply(self, boards: Boards, j: int, a: int, b: int) -> None:
-        """Make the swap or move of row a with partner b."""
+        """Swap row a with partner b, or move it."""
         row, partner, there = int(self.rows[a]), int(self.partner_row[b]), int(self.partner_cell[b])
         if partner != boards.num_rows:
             boards.swap_rows(j, row, partner)
@@ -64,7 +64,7 @@ class Swaps:
 
 
 def _spread(rows: IntArray, cost: FloatArray, most: int) -> IntArray:
-    """At most so many of the rows (but one at least), from the cheapest to the dearest."""
+    """At most ``most`` of the rows (but at least one), evenly spaced by cost."""
     if rows.size <= most:
         return rows
     rising = rows[np.argsort(cost[rows], kind="stable")]

@@ -1,4 +1,4 @@
-"""The plan of a step: which row goes to which mini-batch, rank and micro-batch. Read ``step`` first."""
+"""The plan of a step: which row goes to which mini-batch, rank and micro-batch. Start with ``step``."""
 
 from equipoise.planning.step.multiple import padded_batch_size, required_batch_multiple
 from equipoise.planning.step.result import PlanStats, StepPlan

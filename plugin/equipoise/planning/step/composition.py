@@ -9,7 +9,7 @@ from equipoise.planning.step.spec import StepSpec
 
 
 def split_sizes(n: int, parts: int) -> IntArray:
-    """``n`` in ``parts`` sizes that differ by at most 1, shape (parts,).
+    """Split ``n`` into ``parts`` sizes that differ by at most 1, shape (parts,).
 
     >>> split_sizes(10, 3).tolist()
     [4, 3, 3]
@@ -18,14 +18,13 @@ def split_sizes(n: int, parts: int) -> IntArray:
 
 
 def mini_batch_rows(lengths: IntArray, is_padding: BoolArray, spec: StepSpec) -> list[IntArray]:
-    """Row ids of each mini-batch, in the caller's order within one.
+    """Row ids of each mini-batch, in the caller's order.
 
-    "keep" cuts the batch into contiguous blocks. Padding that would leave a block with more than ``dp_size`` fewer real
-    rows than another (trainers append it at the end) is spread first: the real rows are cut evenly, in order, and the
-    padding fills the blocks up.
+    "keep" cuts the batch into contiguous blocks. Trainers append padding at the end; if that leaves a block with over
+    ``dp_size`` fewer real rows than another, the real rows are cut evenly, in order, and padding fills the blocks.
 
     Returns:
-        ``num_mini_batches`` integer arrays; with ``equal_count`` all of one size.
+        ``num_mini_batches`` arrays, all of one size with ``equal_count``.
     """
     blocks = split_sizes(lengths.size, spec.num_mini_batches)
     real, padding = np.flatnonzero(~is_padding), np.flatnonzero(is_padding)
@@ -35,7 +34,7 @@ def mini_batch_rows(lengths: IntArray, is_padding: BoolArray, spec: StepSpec) ->
         if count.min() > 0 and count.max() - count.min() <= spec.dp_size:
             return cut
     else:
-        real = real[np.argsort(-lengths[real], kind="stable")]  # falling: sorted steps hold the longest rows first
+        real = real[np.argsort(-lengths[real], kind="stable")]  # "sorted": the first step gets the longest rows
     if spec.composition == "stratified":
         real_parts = _stratified(real, spec)
     else:
@@ -46,10 +45,10 @@ def mini_batch_rows(lengths: IntArray, is_padding: BoolArray, spec: StepSpec) ->
 
 
 def _stratified(falling: IntArray, spec: StepSpec) -> list[IntArray]:
-    """Rows in falling length, dealt one to each mini-batch in an order that is drawn anew for every deal."""
+    """Deal rows by descending length, one to each mini-batch, in an order that is redrawn for every deal."""
     steps = spec.num_mini_batches
     draw = np.random.default_rng(spec.seed)
-    rounds, rest = divmod(falling.size, steps)  # as split_sizes: the first steps get one more
+    rounds, rest = divmod(falling.size, steps)  # like split_sizes, the first steps get one more
     dealt: IntArray = draw.permuted(np.tile(np.arange(steps), (rounds, 1)), axis=1).ravel()
     step = np.append(dealt, np.arange(rest))
     return [np.sort(falling[step == j]) for j in range(steps)]
@@ -58,9 +57,9 @@ def _stratified(falling: IntArray, spec: StepSpec) -> list[IntArray]:
 def rank_rows(sizes: IntArray, real: IntArray, dp_size: int) -> tuple[IntArray, IntArray]:
     """Rows and real rows of each rank in each mini-batch, each shape (num_mini_batches, dp_size).
 
-    Both are dealt out evenly. Of the rows that are left over, a mini-batch gives one each to ranks in turn, so that a
-    rank's rows over all mini-batches differ by at most 1 as well. Real rows that are left over go to ranks that have a
-    row more, and among equals to those with the fewest real rows so far.
+    Both are split evenly. Leftover rows go to ranks in turn, across mini-batches, so the ranks' totals also differ by
+    at most 1. Leftover real rows go to the ranks with one row more, and on a tie to those with the fewest real rows so
+    far.
     """
     rows = np.empty((sizes.size, dp_size), dtype=np.int64)
     real_rows = np.empty_like(rows)

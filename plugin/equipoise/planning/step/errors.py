@@ -1,4 +1,4 @@
-"""The errors for groups that cannot be kept whole: which settings exclude each other, and what would work."""
+"""Errors for groups that cannot be kept whole: which settings conflict, and what would work."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from equipoise.planning.step.spec import StepSpec
 
 
 def check_group_tokens(tokens: IntArray, size: IntArray, j: int, spec: StepSpec) -> None:
-    """Raise if a group that must be in one micro-batch is above the cap; a lone row may be (``oversize="alone"``)."""
+    """Raise if a group that must be in one micro-batch is above the cap; single rows may be (``oversize="alone"``)."""
     if spec.cap is None:
         return
     over = (tokens > spec.cap) & (size > 1)
     if over.any():
         most = int(tokens[over].max())
-        groups = f"{int(over.sum())} groups above it in mini-batch {j}, the largest of {most} tokens"
+        groups = f"{int(over.sum())} groups above it in mini-batch {j}, the largest with {most} tokens"
         remedies = [f"raise max_token_len_per_gpu to {-(-most // spec.sp_size)}", 'use keep_groups="rank"']
         rule = f"hold each group in one micro-batch of at most {spec.cap} tokens, the cap"
         raise _refused(rule, groups, spec, remedies)
@@ -23,10 +23,10 @@ def check_group_tokens(tokens: IntArray, size: IntArray, j: int, spec: StepSpec)
 def no_shares(
     size: IntArray, room: IntArray, j: int, spec: StepSpec, *, padded: int | None, loose: str
 ) -> InfeasiblePlan:
-    """The error for groups that do not add up to the rows that each rank (or fixed micro-batch) takes.
+    """The error for groups that do not add up to the rows of each rank (or fixed micro-batch).
 
-    ``padded`` is the rows of a batch with more padding for which shares are found (None for none), ``loose`` the
-    nearest value of ``keep_groups`` that does not fail for this reason.
+    ``padded`` is the size of a batch with more padding that would work (None for none), ``loose`` the strictest value
+    of ``keep_groups`` that does not fail in this way.
     """
     each = str(int(room.min())) if room.min() == room.max() else f"{int(room.min())} or {int(room.max())}"
     fixed = spec.keep_groups == "micro" and spec.micro_batch_size_per_gpu is not None
@@ -37,7 +37,7 @@ def no_shares(
 
 
 def no_columns(size: IntArray, j: int, spec: StepSpec) -> InfeasiblePlan:
-    """The error for groups that have ranks, but no micro-batches within the cap and the counts."""
+    """The error for groups that fit on ranks, but not into micro-batches under the cap and the required counts."""
     rule = (
         f"leave as many micro-batches on every rank of mini-batch {j} as max_token_len_per_gpu = "
         f"{spec.max_token_len_per_gpu}, min_micro_batches = {spec.min_micro_batches} and micro_batch_multiple = "

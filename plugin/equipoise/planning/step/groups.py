@@ -1,7 +1,7 @@
-"""Groups that are kept whole, on one rank or in one micro-batch: how they may be shared out.
+"""Groups that are kept whole, on one rank or in one micro-batch.
 
-Whole groups are shared out among ranks first, by cost and with exactly the rows that each rank takes. Then the search
-fills the micro-batches: rows change micro-batch on their rank only, or groups take the place of rows.
+First, whole groups are assigned to ranks, by cost and so that each rank gets its number of rows. Then the search fills
+the micro-batches: rows move only within their rank, or groups move as if they were rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from equipoise.planning.step.layout import MiniBatch, mini_batches
 from equipoise.planning.step.pieces import Pieces
 from equipoise.planning.step.spec import StepSpec
 
-_MORE_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of padding, tried for the text of an error
+_MORE_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of padding, tried for the remedy in an error
 
 
 def kept_whole(
@@ -30,12 +30,12 @@ def kept_whole(
     group: IntArray,
     spec: StepSpec,
 ) -> list[list[Pieces]]:
-    """For each mini-batch its pieces, once for each way in which its groups were shared out; the evenest first.
+    """The pieces of each mini-batch, once per assignment of its groups to ranks; the most even one first.
 
-    ``members`` are the row ids of each mini-batch; ``tokens``, ``padding`` and ``group`` are those of all rows, (n,).
+    ``members`` are the row ids of each mini-batch; ``tokens``, ``padding`` and ``group`` cover all rows, shape (n,).
 
     Raises:
-        InfeasiblePlan: groups do not add up to the rows of each rank, or one is above the cap.
+        InfeasiblePlan: groups do not add up to the rows of each rank, or a group is above the cap.
     """
     grouped = [_Grouped.of(mini, group[rows]) for mini, rows in zip(minis, members, strict=True)]
     for j, one in enumerate(grouped):
@@ -54,9 +54,9 @@ def kept_whole(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Grouped:
-    """The G groups of the n rows of one mini-batch, a padding row being a group of its own.
+    """The G groups of one mini-batch's n rows; each padding row is its own group.
 
-    ``of_row`` is the group of each row, shape (n,); ``size`` is the rows of each group, (G,), as are the others.
+    ``of_row`` is the group of each row, shape (n,). The others describe groups, shape (G,); ``size`` counts rows.
     """
 
     mini: MiniBatch
@@ -68,7 +68,7 @@ class _Grouped:
 
     @classmethod
     def of(cls, mini: MiniBatch, group: IntArray) -> _Grouped:
-        """Groups of a mini-batch, given the number of each row's, shape (n,)."""
+        """Groups of a mini-batch, given the group of each row, shape (n,)."""
         own = np.where(mini.padding, int(group.max()) + 1 + np.cumsum(mini.padding), group)
         names, found = np.unique(own, return_inverse=True)
         of_row: IntArray = found.astype(np.int64)
@@ -83,11 +83,11 @@ class _Grouped:
 
     @property
     def real(self) -> IntArray:
-        """Groups that are no padding."""
+        """Groups other than padding."""
         return np.flatnonzero(~self.padding)
 
     def room(self, spec: StepSpec) -> IntArray:
-        """Rows of each bin that takes whole groups: ranks, or micro-batches where those have fixed rows."""
+        """Rows of each bin for whole groups: ranks, or micro-batches if those have a fixed number of rows."""
         fixed = self.mini.fixed_rows
         if spec.keep_groups == "micro" and fixed is not None:
             return np.full(self.mini.cost.size // fixed, fixed)
@@ -95,7 +95,7 @@ class _Grouped:
 
 
 def _padded_rows(tokens: IntArray, padding: BoolArray, group: IntArray, spec: StepSpec) -> int | None:
-    """Rows of the batch, with padding at its end, for which whole groups find their ranks; None if none was found."""
+    """Size of a batch, padded at its end, whose whole groups fit on the ranks; None if none was found."""
     unit = spec.dp_size * spec.num_mini_batches * (spec.micro_batch_size_per_gpu or 1) * spec.micro_batch_multiple
     for blocks in _MORE_BLOCKS:
         n = (tokens.size // unit + blocks) * unit
@@ -110,7 +110,7 @@ def _padded_rows(tokens: IntArray, padding: BoolArray, group: IntArray, spec: St
 
 
 def _shares(grouped: _Grouped, spec: StepSpec) -> list[IntArray]:
-    """Bins of the groups that are no padding: by a plain rule, or by several and levelled; those that were found."""
+    """Assignments of the real groups to bins that were found, by a plain rule or by several and a search."""
     size, cost, room = grouped.size[grouped.real], grouped.cost[grouped.real], grouped.room(spec)
     if not size.size:
         return [size]
@@ -129,7 +129,7 @@ def _shares(grouped: _Grouped, spec: StepSpec) -> list[IntArray]:
 
 
 def _pieces(grouped: _Grouped, part: IntArray, spec: StepSpec) -> Pieces:
-    """What is laid out once groups have their bins: rows with a home, groups with a home, or groups in cells."""
+    """What the search lays out once groups have bins: rows with a home, groups with a home, or groups in cells."""
     mini, size, ranks = grouped.mini, grouped.size, grouped.mini.dp_size
     if spec.keep_groups == "micro" and mini.fixed_rows is not None:
         return _in_cells(grouped, part, spec)
@@ -138,7 +138,7 @@ def _pieces(grouped: _Grouped, part: IntArray, spec: StepSpec) -> Pieces:
     real_rows = int_sums(part, size[grouped.real], ranks)
     if spec.keep_groups == "rank":
         board, home = dataclasses.replace(mini, real_rows=real_rows), home[grouped.of_row]
-        kind = np.where(mini.padding, ranks, home)  # so that rows stay at home
+        kind = np.where(mini.padding, ranks, home)  # rows stay on their rank
     else:
         real = counts(part, ranks)
         board = _as_board(grouped, rows=real + mini.rows - real_rows, real_rows=real)
@@ -147,7 +147,7 @@ def _pieces(grouped: _Grouped, part: IntArray, spec: StepSpec) -> Pieces:
 
 
 def _in_cells(grouped: _Grouped, part: IntArray, spec: StepSpec) -> Pieces:
-    """Groups in micro-batches of fixed rows: the dearest ones meet in the first column, and so on."""
+    """Groups in micro-batches of fixed size: the most expensive micro-batches form the first column, and so on."""
     mini, room = grouped.mini, grouped.room(spec)
     bins = np.full(grouped.size.size, -1, dtype=np.int64)
     bins[grouped.real] = part
@@ -161,7 +161,7 @@ def _in_cells(grouped: _Grouped, part: IntArray, spec: StepSpec) -> Pieces:
 
 
 def _as_board(grouped: _Grouped, *, rows: IntArray, real_rows: IntArray) -> MiniBatch:
-    """The groups as rows of a mini-batch."""
+    """The groups, as if they were rows of a mini-batch."""
     return dataclasses.replace(
         grouped.mini,
         cost=grouped.cost,

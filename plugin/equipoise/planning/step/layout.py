@@ -1,6 +1,6 @@
-"""A mini-batch as the planner sees it, and a layout of it: the cell of each row on a grid of micro-batches × ranks.
+"""A mini-batch as the planner sees it, and its layout: the cell of each row on a grid of micro-batches × ranks.
 
-Cell c belongs to rank c % dp_size and to column c // dp_size, a column being the micro-batch in which all ranks meet.
+Cell c belongs to rank c % dp_size and column c // dp_size; a column is a micro-batch that all ranks run together.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from equipoise.planning.workload.padded import MicroBatchCost, micro_batch_cost
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatch:
-    """Rows of one optimizer step, in the order in which they came, and how many of them each rank gets.
+    """Rows of one optimizer step, in their incoming order, and how many each rank gets.
 
     Attributes:
         cost: shape (n,).
         tokens: shape (n,).
-        padding: shape (n,).
+        padding: True for padding rows, shape (n,).
         rows: rows of each rank, shape (dp_size,).
-        real_rows: rows of each rank that are no padding, shape (dp_size,).
-        fixed_rows: rows of every micro-batch, or None where the token cap decides.
-        padded: cost of a micro-batch whose rows are padded to the longest one; None where costs of rows add up.
+        real_rows: rows of each rank without padding, shape (dp_size,).
+        fixed_rows: rows of every micro-batch, or None if the token cap decides.
+        padded: cost model of micro-batches whose rows are padded to the longest one; None if costs of rows add up.
     """
 
     cost: FloatArray
@@ -45,7 +45,7 @@ class MiniBatch:
         return self.rows.size
 
     def bound(self, cap: int | None) -> float:
-        """Lockstep cost that no layout is below (see :mod:`equipoise.planning.partition.bounds`)."""
+        """Lower bound on the lockstep cost (see :mod:`equipoise.planning.partition.bounds`)."""
         return mini_batch_bound(
             self.cost, self.tokens, num_ranks=self.dp_size, cap=cap, rows_per_rank=int(self.rows.min())
         )
@@ -59,7 +59,7 @@ def mini_batches(
     spec: StepSpec,
     padded: MicroBatchCost | None = None,
 ) -> list[MiniBatch]:
-    """The rows of each mini-batch, and how many of them each rank gets; ``members`` are their ids."""
+    """Each mini-batch, given its row ids, ``members``."""
     real = np.array([int((~padding[rows]).sum()) for rows in members])
     quota, real_quota = rank_rows(np.array([rows.size for rows in members]), real, spec.dp_size)
     return [
@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def num_cells(self) -> int:
-        """Micro-batches of all ranks."""
+        """Number of micro-batches over all ranks."""
         return self.num_columns * self.mini.dp_size
 
     @cached_property
@@ -110,12 +110,12 @@ class Layout:
         return float(self.loads().sum(axis=0).max())
 
     def value(self, spec: StepSpec) -> float:
-        """What the spec wants to be low: cost by its objective, and the overhead of each micro-batch."""
+        """What the plan minimizes: cost by the spec's objective, plus the overhead of each micro-batch."""
         cost = self.lockstep() if spec.objective == "lockstep" else self.rank()
         return cost + spec.micro_batch_overhead * self.num_columns
 
     def tokens(self) -> IntArray:
-        """Tokens of each cell, with padding where rows are padded, shape (num_cells,)."""
+        """Tokens of each cell, including padding if rows are padded, shape (num_cells,)."""
         if self.mini.padded is None:
             return int_sums(self.cell, self.mini.tokens, self.num_cells)
         longest = np.zeros(self.num_cells, dtype=np.int64)
@@ -123,20 +123,20 @@ class Layout:
         return longest * counts(self.cell, self.num_cells)
 
     def crowded_tokens(self) -> int:
-        """Tokens of the fullest cell that holds more than one row; else 0."""
+        """Tokens of the fullest cell with more than one row; 0 if there is none."""
         return int(np.where(counts(self.cell, self.num_cells) > 1, self.tokens(), 0).max())
 
     def legal(self, cap: int | None) -> bool:
-        """No cell is empty, and none is above the cap but for lone rows."""
+        """Whether no cell is empty and no cell of more than one row is above the cap."""
         if counts(self.cell, self.num_cells).min() == 0:
             return False
         return cap is None or self.crowded_tokens() <= cap
 
 
 def dispatch_order(layouts: list[Layout], members: list[IntArray]) -> tuple[IntArray, tuple[IntArray, ...]]:
-    """Row ids rank-major, then mini-batch, then micro-batch; and the rows of each micro-batch.
+    """Row ids by rank, then mini-batch, then micro-batch; and the row count of each micro-batch.
 
-    The costliest micro-batch of a mini-batch runs first, so that a step that would run out of memory does so at once.
+    The most expensive micro-batch of a mini-batch runs first, so that a step that runs out of memory does so early.
 
     Returns:
         The order, shape (n,), and for each mini-batch an array of shape (dp_size, micro-batches); all read-only.

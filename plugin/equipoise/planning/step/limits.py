@@ -1,4 +1,4 @@
-"""What can be satisfied at all: the rows divide, rows fit under the cap, and how many micro-batches are possible."""
+"""Feasibility: whether the rows divide, whether they fit under the cap, and how many micro-batches are possible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from equipoise.planning.step.spec import StepSpec
 
 
 def check_counts(n: int, num_real: int, spec: StepSpec) -> None:
-    """The rows divide as the spec asks, whatever their lengths.
+    """Check that the rows divide as the spec requires, whatever their lengths.
 
     Raises:
         InfeasiblePlan: they do not; names the settings and the nearest legal value.
@@ -26,14 +26,14 @@ def check_counts(n: int, num_real: int, spec: StepSpec) -> None:
         fewer = (j for j in range(num_real, 0, -1) if _rows_divide(n, dataclasses.replace(spec, num_mini_batches=j)))
         legal = next(fewer, None)
         rule = f"be at most the number of real rows, {num_real}, so that each optimizer step has one"
-        remedy = "skip the step, as there is nothing to train on" if legal is None else f"use {legal}"
+        remedy = "skip the step, because there is nothing to train on" if legal is None else f"use {legal}"
         raise InfeasiblePlan(must("num_mini_batches", rule, spec.num_mini_batches, remedy))
     if spec.micro_batch_size_per_gpu is None:
         _check_micro_batch_counts(n, spec)
 
 
 def _unit(spec: StepSpec) -> tuple[int, str]:
-    """The number whose multiples divide into equal ranks and whole micro-batches, and how it comes about."""
+    """The number whose multiples divide into equal ranks and whole micro-batches, and its factors as text."""
     fields = ["dp_size", "num_mini_batches"]
     if spec.micro_batch_size_per_gpu is not None:
         fields += ["micro_batch_size_per_gpu", "micro_batch_multiple"]
@@ -72,7 +72,7 @@ def _rows_text(n: int, spec: StepSpec) -> str:
 
 
 def _nearest_size(n: int, spec: StepSpec) -> int | None:
-    """The legal micro-batch size that is nearest to what was asked for."""
+    """The legal micro-batch size nearest to the requested one."""
     wanted = spec.micro_batch_size_per_gpu or 1
     rows = n // (spec.dp_size * spec.num_mini_batches)
     sizes = range(1, rows + 1)
@@ -81,8 +81,8 @@ def _nearest_size(n: int, spec: StepSpec) -> int | None:
 
 
 def _check_micro_batch_counts(n: int, spec: StepSpec) -> None:
-    """Every rank has rows enough for the micro-batches that it must have."""
-    rows = n // spec.num_mini_batches // spec.dp_size  # the fewest of a rank in a mini-batch
+    """Check that every rank has enough rows for the required micro-batches."""
+    rows = n // spec.num_mini_batches // spec.dp_size  # the fewest on a rank in a mini-batch
     multiple, least = spec.micro_batch_multiple, spec.min_micro_batches
     have = f"the {rows} rows that a rank has in a mini-batch"
     pad = f"pad to {spec.dp_size * spec.num_mini_batches * round_up(least, multiple)} rows"
@@ -96,7 +96,7 @@ def _check_micro_batch_counts(n: int, spec: StepSpec) -> None:
 
 
 def check_oversize(tokens: IntArray, spec: StepSpec) -> None:
-    """No row is above the cap; with ``oversize="alone"`` a warning says which is.
+    """Check that no row is above the cap; with ``oversize="alone"``, warn of one that is.
 
     Raises:
         InfeasiblePlan: a row is above the cap; names the row, its length and the cap.
@@ -116,7 +116,7 @@ def check_oversize(tokens: IntArray, spec: StepSpec) -> None:
 
 
 def fewest_columns(mini: MiniBatch, spec: StepSpec) -> int:
-    """A number of micro-batches below which no layout fits."""
+    """Lower bound on the number of micro-batches."""
     if mini.fixed_rows is not None:
         return int(mini.rows[0]) // mini.fixed_rows
     cells = 0 if spec.cap is None else fewest_groups(mini.tokens, spec.cap)
@@ -131,13 +131,13 @@ def most_columns(mini: MiniBatch, spec: StepSpec) -> int:
 
 
 def roomiest(mini: MiniBatch, spec: StepSpec) -> Layout:
-    """The layout in the most micro-batches whose fullest one holds as little as can be."""
+    """The layout with the most micro-batches and the least tokens in the fullest one."""
     columns = most_columns(mini, spec)
     return Layout(mini, columns, starts.by_fold(mini, columns))
 
 
 def out_of_room(minis: list[MiniBatch], spec: StepSpec) -> InfeasiblePlan:
-    """The error for rows that do not fit under the cap in as many micro-batches as there may be."""
+    """The error for rows that do not fit under the cap even in the largest number of micro-batches."""
     if minis[0].padded is not None:
         return _out_of_padded_room(minis, spec)
     layouts = [roomiest(mini, spec) for mini in minis]

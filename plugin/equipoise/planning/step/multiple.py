@@ -1,4 +1,4 @@
-"""How many rows a batch needs before a trainer can cut it."""
+"""How many rows a batch needs so that a trainer can split it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ PaddingRule = Literal["lcm", "steps"]
 def required_batch_multiple(dp_size: int, mini_batch_sizes: Iterable[int] = ()) -> int:
     """Least common multiple of the data-parallel size and each role's mini-batch, in rows.
 
-    A batch of that many rows, or a multiple of it, divides into equal ranks and whole mini-batches of every role.
+    A batch with a multiple of that many rows divides into equal ranks and whole mini-batches for every role.
 
     Args:
         dp_size: number of data-parallel ranks (not the world size: tensor and pipeline ranks share their rows).
         mini_batch_sizes: rows of one optimizer step of each role (prompts × rollouts).
 
     Raises:
-        InvalidInput: a size is below 1, or a mini-batch that ``dp_size`` does not divide.
+        InvalidInput: a size is below 1, or ``dp_size`` does not divide a mini-batch.
 
     >>> required_batch_multiple(8, [64 * 4, 48 * 4])
     768
     """
     ranks = positive("dp_size", dp_size, "pass the number of data-parallel ranks")
-    of_kind("mini_batch_sizes", mini_batch_sizes, Iterable, "pass a list, one for each role")
+    of_kind("mini_batch_sizes", mini_batch_sizes, Iterable, "pass a list, one size per role")
     sizes = [positive("mini_batch_sizes", size, "pass prompts × rollouts") for size in mini_batch_sizes]
     for size in sizes:
         if size % ranks:
@@ -47,18 +47,18 @@ def padded_batch_size(
     num_steps: int | None = None,
     rule: PaddingRule = "lcm",
 ) -> int:
-    """Rows of a batch once padding rows are added so that a trainer can cut it.
+    """Rows of a batch after padding, so that a trainer can split it.
 
-    * "lcm": the next multiple of :func:`required_batch_multiple`. Mini-batches keep their size; the number of optimizer
-      steps follows from the rows.
-    * "steps": the fewest rows that are a multiple of dp_size × num_steps. The number of steps is fixed, and
-      mini-batches get the size that this leaves: less padding where a few rows are over.
+    * "lcm": the next multiple of :func:`required_batch_multiple`. Mini-batches keep their size, and the number of
+      optimizer steps depends on the rows.
+    * "steps": the next multiple of dp_size × num_steps. The number of optimizer steps is fixed, and the size of
+      mini-batches depends on the rows: this needs less padding for a few extra rows.
 
     Args:
         num_rows: real rows, at least 1.
         dp_size: number of data-parallel ranks.
-        mini_batch_sizes: with rule "lcm", rows of one optimizer step of each role.
-        num_steps: with rule "steps", optimizer steps of the batch, at most ``num_rows``.
+        mini_batch_sizes: with rule "lcm", rows per optimizer step of each role.
+        num_steps: with rule "steps", optimizer steps per batch, at most ``num_rows``.
         rule: "lcm" or "steps".
 
     Returns:

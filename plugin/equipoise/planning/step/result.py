@@ -1,4 +1,4 @@
-"""The plan: frozen integer arrays, what they cost, and the bound they are measured against."""
+"""The plan: read-only integer arrays, their cost, and the bounds on it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class PlanStats:
     """What a plan costs, in the units of its cost model.
 
     Attributes:
-        lockstep_cost: Σ over mini-batches and micro-batches of the largest cost of a rank: ranks meet at each one.
-        rank_cost: Σ over mini-batches of the largest total of a rank: ranks meet once per optimizer step.
-        bound: Σ over mini-batches of max(mean cost of a rank, cost of the longest row); no plan that keeps the
-            mini-batches' rows has a lower cost, of either kind.
-        tight_bound: the same with a bound that knows the cap and the equal row counts (see
-            :mod:`equipoise.planning.partition.bounds`); no plan of these mini-batches has a lower lockstep cost.
+        lockstep_cost: Σ over micro-batches of the most expensive rank: ranks synchronize at each micro-batch.
+        rank_cost: Σ over mini-batches of the most expensive rank: ranks synchronize once per optimizer step.
+        bound: Σ over mini-batches of max(mean cost of a rank, cost of the longest row): a lower bound on both costs of
+            any plan of these mini-batches.
+        tight_bound: a lower bound on the lockstep cost that also knows the cap and the equal row counts (see
+            :mod:`equipoise.planning.partition.bounds`).
         ideal: Σ over mini-batches of the mean cost of a rank.
         efficiency: tight_bound / lockstep_cost, at most 1.
-        max_tokens: tokens of the fullest micro-batch; padded ones with a cost model that pads.
+        max_tokens: tokens of the fullest micro-batch, padding included if the cost model pads.
         num_micro_batches: micro-batches that one rank runs in the whole step.
         num_padding: padding rows.
     """
@@ -43,9 +43,9 @@ class PlanStats:
 
     @classmethod
     def of(cls, layouts: list[Layout], tight_bound: float) -> PlanStats:
-        """Figures of these layouts, one for each mini-batch, given the sum of the mini-batches' tight bounds.
+        """Statistics of the mini-batches' layouts, given the sum of their tight bounds.
 
-        Where rows are padded, ideal and bounds are those of the rows' own costs: padded together they cost no less.
+        For rows that are padded, ideal and bounds use the costs of single rows; padding only adds to them.
         """
         minis = [layout.mini for layout in layouts]
         means = [float(mini.cost.sum()) / mini.dp_size for mini in minis]
@@ -63,7 +63,7 @@ class PlanStats:
 
     @property
     def efficiency(self) -> float:
-        """Tight bound / lockstep cost; 1 when nothing costs anything."""
+        """Tight bound / lockstep cost; 1 if both are 0."""
         return min(1.0, self.tight_bound / self.lockstep_cost) if self.lockstep_cost > 0 else 1.0
 
 
@@ -72,12 +72,12 @@ class StepPlan:
     """Which row goes to which mini-batch, rank and micro-batch.
 
     Attributes:
-        spec: the settings that it satisfies.
+        spec: the settings that the plan satisfies.
         order: row ids in dispatch order, shape (n,): rank-major, then mini-batch, then micro-batch.
         sizes: rows of each micro-batch, a tuple over mini-batches of arrays of shape (dp_size, micro-batches).
-        num_real_rows: rows of each mini-batch that are no padding, shape (num_mini_batches,).
-        stats: what it costs.
-        incoming: the same figures for the batch in the order in which it came (see :func:`plan_step`).
+        num_real_rows: rows of each mini-batch without padding, shape (num_mini_batches,).
+        stats: what the plan costs.
+        incoming: the same statistics for the batch in its incoming order (see :func:`plan_step`).
     """
 
     spec: StepSpec
@@ -89,7 +89,7 @@ class StepPlan:
 
     @cached_property
     def inverse(self) -> IntArray:
-        """Place of each row in the dispatch order: ``order[inverse]`` is 0 … n - 1."""
+        """Position of each row in the dispatch order: ``order[inverse]`` is 0 … n - 1."""
         inverse = np.empty_like(self.order)
         inverse[self.order] = np.arange(self.order.size)
         inverse.flags.writeable = False
@@ -107,12 +107,12 @@ class StepPlan:
 
     @property
     def num_micro_batches(self) -> tuple[int, ...]:
-        """Micro-batches of each mini-batch, the same on every rank."""
+        """Number of micro-batches in each mini-batch, the same on every rank."""
         return tuple(sizes.shape[1] for sizes in self.sizes)
 
     @cached_property
     def rows_per_rank(self) -> IntArray:
-        """Rows of each rank, shape (dp_size,)."""
+        """Number of rows on each rank, shape (dp_size,)."""
         return np.sum([sizes.sum(axis=1) for sizes in self.sizes], axis=0)
 
     def rank_rows(self, rank: int) -> IntArray:
@@ -123,10 +123,10 @@ class StepPlan:
         return self.order[start : start + int(self.rows_per_rank[rank])]
 
     def micro_batches(self, rank: int) -> list[list[IntArray]]:
-        """Row ids of each micro-batch of ``rank``, as [mini-batch][micro-batch], in the caller's numbering.
+        """Row ids of each micro-batch of ``rank``, as [mini-batch][micro-batch].
 
         Raises:
-            InvalidInput: no such rank.
+            InvalidInput: there is no such rank.
         """
         rows = self.rank_rows(rank)
         sizes = np.concatenate([sizes[rank] for sizes in self.sizes])
@@ -134,10 +134,10 @@ class StepPlan:
         return [list(islice(flat, count)) for count in self.num_micro_batches]
 
     def metrics(self, prefix: str = "balance/") -> dict[str, float]:
-        """Flat figures for a tracker; those of the batch as it came end in ``_incoming``.
+        """Flat metrics for a tracker; those of the incoming order end in ``_incoming``.
 
-        ``lockstep_over_bound`` and ``rank_over_bound`` are 1 at best. ``idle_share`` is the share of the ranks' time in
-        which they wait for the slowest at each micro-batch.
+        ``lockstep_over_bound`` and ``rank_over_bound`` are 1 at best. ``idle_share`` is the share of time that ranks
+        spend waiting for the slowest one.
         """
         figures: dict[str, float] = {}
         for suffix, stats in (("", self.stats), ("_incoming", self.incoming)):

@@ -1,6 +1,6 @@
-"""The search for layouts: few micro-batches first, several starts for each, and never worse than a plain rule.
+"""The search for layouts: fewest micro-batches first, and never worse than a plain rule.
 
-What is laid out, and which changes are allowed, is told by :class:`equipoise.planning.step.pieces.Pieces`.
+:class:`equipoise.planning.step.pieces.Pieces` defines what is laid out and which changes are allowed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from equipoise._arrays import IntArray, iota, sums
+from equipoise._arrays import IntArray, sums
 from equipoise.planning.partition.pack import round_up
 from equipoise.planning.partition.ranks import level_ranks
 from equipoise.planning.partition.refine import even_out_loads, fit_cap, kick, polish
@@ -19,13 +19,13 @@ from equipoise.planning.step.limits import fewest_columns, most_columns
 from equipoise.planning.step.pieces import Pieces, boards_of
 from equipoise.planning.step.spec import StepSpec
 
-_ROUNDS_OF_A_START, _ROUNDS = 6, 12  # of pairwise changes: on every start, then on the best
-_EXACT_SWAPS = 8_000_000  # looked at by exact steps on all mini-batches of 2048 rows together: some 40 ms
-_KICKS = 40  # of all small mini-batches together
+_ROUNDS = 36  # of pairwise changes
+_EXACT_SWAPS = 8_000_000  # evaluated by exact steps for a batch of 2048 rows: about 40 ms
+_KICKS = 40  # for all small mini-batches together
 
 
 def search(candidates: list[list[Pieces]], spec: StepSpec) -> list[Layout | None]:
-    """The best layout found for each mini-batch, or None; of several ways to share out its groups, the best."""
+    """The best layout found for each mini-batch over its candidates, or None."""
     found: list[Layout | None] = [None] * len(candidates)
     if spec.algorithm == "refined":
         found = _refined(candidates, spec)
@@ -33,7 +33,7 @@ def search(candidates: list[list[Pieces]], spec: StepSpec) -> list[Layout | None
 
 
 def _at_least_as_good(layout: Layout | None, candidates: list[Pieces], spec: StepSpec) -> Layout | None:
-    """``layout``, or the batch as it came or what a plain rule makes of it, where that costs less."""
+    """``layout``, or the incoming order or the result of a plain rule if that costs less."""
     chosen = [] if layout is None else [layout]
     came = starts.as_it_came(candidates[0].mini, spec.min_micro_batches, spec.cap)
     if candidates[0].allow(came, spec):
@@ -47,9 +47,9 @@ def _at_least_as_good(layout: Layout | None, candidates: list[Pieces], spec: Ste
 
 
 def _by_rules(pieces: Pieces, spec: StepSpec, *, below: float, sure: bool) -> list[Layout]:
-    """What each rule alone returns, but where its ranks alone show that it costs ``below`` or more.
+    """The layout of each plain rule, skipping those whose ranks already cost ``below`` or more.
 
-    Where a rule finds nothing, or nothing was found before it, the roomiest layout stands in.
+    The roomiest layout is added if a rule finds nothing, or if the search found nothing (``sure``).
     """
     if pieces.cell is not None:
         return [pieces.layout(fewest_columns(pieces.board, spec), pieces.cell)]
@@ -66,26 +66,26 @@ def _by_rules(pieces: Pieces, spec: StepSpec, *, below: float, sure: bool) -> li
 
 
 def _by_rule(pieces: Pieces, rank: IntArray, rule: str, spec: StepSpec) -> Layout | None:
-    """Each rank's micro-batches by a plain rule, in the fewest in which they fit; None if they fit in none."""
+    """Each rank's micro-batches by a plain rule, as few as fit under the cap; None if no number fits."""
     columns, most = fewest_columns(pieces.board, spec), most_columns(pieces.board, spec)
     while columns <= most:
         cell = starts.by_ranks(pieces.board, rank, columns, rule, spec.cap)
         if cell is not None and (layout := pieces.layout(columns, cell)).legal(spec.cap):
             return layout
-        # padded rows may need many times the fewest, so that these grow by an eighth at a time
+        # padded rows may need many times the fewest, so grow by an eighth
         grown = columns + (spec.micro_batch_multiple if pieces.mini.padded is None else max(1, columns // 8))
         columns = most if columns < most < grown else round_up(grown, spec.micro_batch_multiple)
     return None
 
 
 def _roomiest(pieces: Pieces, spec: StepSpec) -> Layout | None:
-    """The layout in the most micro-batches whose fullest one holds as little as can be, levelled; None if too much."""
+    """The balanced layout with the most micro-batches and the most room; None if it is above the cap."""
     if pieces.mini.padded is not None:
         return tiers.by_tiers(pieces.mini, spec)
     columns = most_columns(pieces.board, spec)
     if columns < max(fewest_columns(pieces.board, spec), 1):
         return None
-    boards = boards_of([pieces], [[starts.by_fold(pieces.board, columns, pieces.home)]], columns)
+    boards = boards_of([pieces], [starts.by_fold(pieces.board, columns, pieces.home)], columns)
     rules = pieces.rules(columns, spec)
     if not fit_cap(boards, rules).all():
         return None
@@ -96,10 +96,10 @@ def _roomiest(pieces: Pieces, spec: StepSpec) -> Layout | None:
 
 
 def _refined(candidates: list[list[Pieces]], spec: StepSpec) -> list[Layout | None]:
-    """Search in the fewest columns that may work, then in more of them for those that do not fit.
+    """Search in the fewest columns that may work, then in more for the mini-batches that do not fit.
 
-    Mini-batches of one shape are searched together, in much the same time for any batch up to 2048 rows, and beyond in
-    time that grows with the square root of the rows.
+    Mini-batches of one shape are searched together. The budget of exact steps is constant up to 2048 rows in the batch
+    and then grows with the square root of the rows.
     """
     if candidates[0][0].mini.padded is not None:
         return [tiers.searched(pieces[0].mini, spec, len(candidates)) for pieces in candidates]
@@ -126,7 +126,7 @@ def _refined(candidates: list[list[Pieces]], spec: StepSpec) -> list[Layout | No
 
 
 def _attempts(candidates: list[Pieces], spec: StepSpec) -> Iterator[tuple[Pieces, int]]:
-    """Pieces and a number of columns to try, until one succeeds."""
+    """Pieces and numbers of columns to try, until one succeeds."""
     for pieces in candidates:
         least, most = fewest_columns(pieces.board, spec), most_columns(pieces.board, spec)
         for num_columns in range(least, most + 1, spec.micro_batch_multiple):
@@ -136,22 +136,16 @@ def _attempts(candidates: list[Pieces], spec: StepSpec) -> Iterator[tuple[Pieces
 def _search_together(
     pieces: list[Pieces], num_columns: int, spec: StepSpec, max_swaps: int, num_kicks: int
 ) -> list[Layout | None]:
-    """Best layout of each mini-batch in ``num_columns`` columns; None where none was found within the cap."""
+    """Best layout of each mini-batch in ``num_columns`` columns; None if none was found under the cap."""
     rules = pieces[0].rules(num_columns, spec)
-    cells = [starts.portfolio(one.board, num_columns, one.home, one.cell) for one in pieces]
-    num_starts = len(cells[0])
+    cells = [starts.by_stripes(one.board, num_columns, one.home) if one.cell is None else one.cell for one in pieces]
     boards = boards_of(pieces, cells, num_columns)
-    fits = fit_cap(boards, rules)
-    even_out_loads(boards, rules, max_rounds=_ROUNDS_OF_A_START + (_ROUNDS if num_starts == 1 else 0))
-    lockstep = np.where(fits, boards.lockstep(), np.inf).reshape(len(pieces), num_starts)
-    best: IntArray = iota(len(pieces)) * num_starts + lockstep.argmin(axis=1)
-    going: list[int] = np.flatnonzero(fits[best]).tolist()
+    going: list[int] = np.flatnonzero(fit_cap(boards, rules)).tolist()
     layouts: list[Layout | None] = [None] * len(pieces)
     if not going:
         return layouts
-    boards = boards.select(best[going])
-    if num_starts > 1:
-        even_out_loads(boards, rules, max_rounds=_ROUNDS)
+    boards = boards.select(np.array(going))
+    even_out_loads(boards, rules, max_rounds=_ROUNDS)
     goals = np.array([pieces[j].goal(spec) for j in going])
     polish(boards, rules, goals=goals, max_swaps=max_swaps)
     kick(boards, rules, goals=goals, num_kicks=num_kicks)
@@ -162,9 +156,9 @@ def _search_together(
 
 
 def _level_ranks(layout: Layout, pieces: Pieces, spec: StepSpec) -> Layout:
-    """The layout with rows swapped between ranks until the fullest rank is as low as that makes it."""
+    """The layout after swaps of rows that lower the fullest rank."""
     if pieces.tied is not None or pieces.mini.padded is not None or pieces.mini.dp_size == 1:
         return layout
-    boards = boards_of([pieces], [[layout.cell]], layout.num_columns)
+    boards = boards_of([pieces], [layout.cell], layout.num_columns)
     level_ranks(boards, spec.cap, goal=pieces.mini.bound(None))
     return pieces.layout(layout.num_columns, boards.cell[0])

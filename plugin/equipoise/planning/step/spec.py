@@ -1,4 +1,4 @@
-"""What a plan must satisfy: the trainer's own settings in one frozen value."""
+"""What a plan must satisfy: the trainer's settings in one frozen dataclass."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ class StepSpec:
 
     Args:
         dp_size: data-parallel ranks.
-        num_mini_batches: optimizer steps that the batch is cut into.
-        max_token_len_per_gpu: tokens that one GPU may hold in a micro-batch; None for no cap.
+        num_mini_batches: optimizer steps that the batch is split into.
+        max_token_len_per_gpu: the most tokens per GPU in a micro-batch; None for no cap.
         micro_batch_size_per_gpu: rows of each micro-batch, instead of the cap.
         sp_size: GPUs that share a row's tokens (Ulysses); the cap of a rank is ``max_token_len_per_gpu * sp_size``.
-        micro_batch_multiple: the number of micro-batches is a multiple of it (interleaved pipelines).
+        micro_batch_multiple: the number of micro-batches is a multiple of this (interleaved pipelines).
         min_micro_batches: the fewest micro-batches of a mini-batch on a rank.
-        equal_count: each rank gets as many rows of each mini-batch. False: counts differ by at most 1.
-        composition: "keep" cuts mini-batches from the batch as it came; "stratified" gives each of them the same mix of
-            lengths; "sorted" gives the first one the longest rows, the next the next ones. Sorted steps cost least and
-            are biased: the number of an optimizer step tells the length of its rows, so that long rows are always
-            learnt from before short ones (``docs/composition.md``).
-        objective: what is made low: "lockstep" (ranks meet at each micro-batch) or "rank" (once per optimizer step).
-        micro_batch_overhead: cost of a micro-batch beside its rows, in the units of the cost model. More than the
-            fewest are run only where they save more than that.
-        algorithm: "refined" (a search from several starts), "kk" or "lpt".
-        oversize: what to do with a row above the cap: "error", or "alone" in a micro-batch of its own.
-        keep_groups: "rank" keeps the rows of one group (``group_ids`` of :func:`equipoise.plan_step`) on one rank,
-            "micro" in one micro-batch, within each mini-batch: a group that the composition cuts across mini-batches
-            is kept whole in each of them only. Groups may have any sizes; each rank still gets exactly its rows.
-        seed: of the "stratified" composition.
+        equal_count: every rank gets the same number of rows in each mini-batch. False: counts differ by at most 1.
+        composition: "keep" cuts mini-batches from the batch in its incoming order; "stratified" gives each the same mix
+            of lengths; "sorted" gives the longest rows to the first, and so on. Sorted steps cost least but bias
+            training: long rows always come before short ones (``docs/composition.md``).
+        objective: what to minimize: "lockstep" (ranks synchronize at each micro-batch) or "rank" (once per optimizer
+            step).
+        micro_batch_overhead: fixed cost of a micro-batch, in the units of the cost model. The plan uses more than the
+            fewest micro-batches only if that saves more than their overhead.
+        algorithm: "refined" (a search), "kk" or "lpt".
+        oversize: what to do with a row above the cap: "error", or "alone" in its own micro-batch.
+        keep_groups: "rank" keeps the rows of a group (``group_ids`` of :func:`equipoise.plan_step`) on one rank,
+            "micro" in one micro-batch. Both apply within each mini-batch, and the composition may split a group across
+            mini-batches. Groups may have any size; each rank still gets exactly its rows.
+        seed: seed for "stratified" composition.
 
     Raises:
-        InvalidInput: a value breaks its rule, or two exclude each other.
+        InvalidInput: a value breaks its rule, or two settings conflict.
 
     >>> StepSpec(dp_size=8, num_mini_batches=4, max_token_len_per_gpu=16384, sp_size=2).cap
     32768
@@ -107,5 +107,5 @@ class StepSpec:
 
     @property
     def cap(self) -> int | None:
-        """Tokens that one micro-batch of a rank may hold; None for no cap."""
+        """The most tokens in one micro-batch of a rank; None for no cap."""
         return None if self.max_token_len_per_gpu is None else self.max_token_len_per_gpu * self.sp_size

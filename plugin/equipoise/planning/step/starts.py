@@ -1,46 +1,21 @@
-"""Where the search starts: layouts of one mini-batch, each by a rule of its own.
+"""Where the search starts: layouts of one mini-batch by simple rules.
 
-Every layout respects the rows of each rank and leaves no cell empty; the token cap may still be broken.
+Every layout respects the rows of each rank and leaves no cell empty, but may exceed the token cap.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 
 import numpy as np
 
-from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, iota, sums
+from equipoise._arrays import FloatArray, IntArray, counts, iota, sums
 from equipoise.planning.partition import greedy, karmarkar_karp, partitioners
 from equipoise.planning.step.layout import Layout, MiniBatch
 
 
-def portfolio(board: MiniBatch, num_columns: int, home: IntArray | None, cell: IntArray | None) -> list[IntArray]:
-    """Where the search starts: given cells, or those of two rules; ``home`` is the rank of each row, -1 for padding."""
-    if cell is not None:
-        return [cell]
-    alike = num_columns == 1 or board.fixed_rows is not None  # the second would be the first over again
-    return [rule(board, num_columns, home) for rule in ((by_tiers,) if alike else (by_tiers, by_stripes))]
-
-
-def by_tiers(mini: MiniBatch, num_columns: int, home: IntArray | None = None) -> IntArray:
-    """Column after column from the longest rows down, each one levelled by largest differencing where rows may move."""
-    quota = _quotas_by_tokens(mini, num_columns)
-    cell = np.full(mini.cost.size, -1, dtype=np.int64)
-    if home is None:
-        upto = np.cumsum(quota.sum(axis=1))[:-1]
-        for column, rows in enumerate(np.split(_falling(mini.cost, ~mini.padding), upto)):
-            if rows.size:
-                cell[rows] = column * mini.dp_size + _divide(mini.cost[rows], quota[column], "kk")
-    else:
-        for rank in range(mini.dp_size):
-            columns = np.repeat(iota(num_columns), quota[:, rank])
-            cell[_falling(mini.cost, home == rank)] = columns * mini.dp_size + rank
-    return _with_padding(mini, cell, num_columns)
-
-
 def by_stripes(mini: MiniBatch, num_columns: int, home: IntArray | None = None) -> IntArray:
-    """All cells alike: every one gets a long, a middle and a short row."""
+    """Cells that are alike: each gets long and short rows. ``home`` is the rank of each row, -1 for padding."""
     quota = _quotas_even(mini.real_rows, num_columns)
     if home is not None:
         return _with_padding(mini, _dealt_at_home(mini.cost, quota, home), num_columns)
@@ -50,9 +25,9 @@ def by_stripes(mini: MiniBatch, num_columns: int, home: IntArray | None = None) 
 
 
 def by_fold(mini: MiniBatch, num_columns: int, home: IntArray | None = None) -> IntArray:
-    """The roomiest layout: the longest rows alone, the others longest with shortest, padding treated like any row.
+    """The roomiest layout: the longest rows alone, the others paired longest with shortest, padding like any row.
 
-    With at most two rows to a cell no layout has more room. Where rows have a home, padding is placed last.
+    With at most two rows per cell, no layout has more room. If rows have a home, padding is placed last.
     """
     tokens = mini.tokens.astype(np.float64)
     if home is not None:
@@ -63,19 +38,13 @@ def by_fold(mini: MiniBatch, num_columns: int, home: IntArray | None = None) -> 
 
 
 def _dealt_at_home(weights: FloatArray, quota: IntArray, home: IntArray) -> IntArray:
-    """Each rank's rows to its cells, greedily; -1 for padding."""
+    """Cell of each row on its home rank, assigned greedily; -1 for padding."""
     cell = np.full(weights.size, -1, dtype=np.int64)
     columns, ranks = quota.shape
     for rank in range(ranks):
         rows = np.flatnonzero(home == rank)
         cell[rows] = greedy.longest_first(weights[rows], columns, max_rows=quota[:, rank]) * ranks + rank
     return cell
-
-
-def _falling(weights: FloatArray, among: BoolArray) -> IntArray:
-    """Numbers of these rows, the heaviest first."""
-    rows = np.flatnonzero(among)
-    return rows[np.argsort(-weights[rows], kind="stable")]
 
 
 def rank_by_rule(mini: MiniBatch, algorithm: str) -> IntArray:
@@ -87,10 +56,10 @@ def rank_by_rule(mini: MiniBatch, algorithm: str) -> IntArray:
 
 
 def by_ranks(mini: MiniBatch, rank: IntArray, num_columns: int, algorithm: str, cap: int | None) -> IntArray | None:
-    """Each rank's rows divided into micro-batches, fullest micro-batch first: what trainers do.
+    """Divide each rank's rows into micro-batches, the fullest one first, as trainers do.
 
     Returns:
-        The cell of each row, or None as soon as a micro-batch of more than one row is above the cap.
+        The cell of each row, or None if a micro-batch of more than one row is above the cap.
     """
     cell = np.full(mini.cost.size, -1, dtype=np.int64)
     tokens = mini.tokens.astype(np.float64)
@@ -117,8 +86,7 @@ def by_ranks(mini: MiniBatch, rank: IntArray, num_columns: int, algorithm: str, 
 def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None) -> Layout:
     """Contiguous ranks, and micro-batches filled in order.
 
-    A row above the cap stands alone. Where ranks have unequal rows, one may be left with fewer micro-batches than
-    another.
+    A row above the cap is alone. If ranks have unequal rows, some may have fewer micro-batches than others.
     """
     ranks = mini.dp_size
     ends = np.cumsum(mini.rows).tolist()
@@ -137,7 +105,7 @@ def as_it_came(mini: MiniBatch, least_columns: int, cap: int | None) -> Layout:
 
 
 def _next_fit(tokens: IntArray, start: int, end: int, cap: int, *, padded: bool) -> list[int]:
-    """Starts of runs that hold at most ``cap`` tokens, those of their padding included (a longer row stands alone)."""
+    """Starts of runs of at most ``cap`` tokens, padding included if ``padded``; a longer row is alone."""
     at, held = [start], 0  # their sum, or the longest
     for row, length in enumerate(tokens[start:end].tolist(), start):
         grown = max(held, length) if padded else held + length
@@ -149,7 +117,7 @@ def _next_fit(tokens: IntArray, start: int, end: int, cap: int, *, padded: bool)
 
 
 def halved(starts: list[int], end: int, count: int) -> list[int]:
-    """Starts of ``count`` runs (or of runs of one row): the run with the most rows is halved until there are enough."""
+    """Starts of ``count`` runs, or fewer of one row each: halve the run with the most rows until there are enough."""
     starts = list(starts)
     while len(starts) < min(count, end - starts[0]):
         size = np.diff([*starts, end])
@@ -158,49 +126,24 @@ def halved(starts: list[int], end: int, count: int) -> list[int]:
     return starts
 
 
-def _quotas_by_tokens(mini: MiniBatch, num_columns: int) -> IntArray:
-    """Real rows of each cell, shape (num_columns, dp_size): falling rows, cut where a column has its share of tokens.
-
-    Long rows thus stand with long ones, few to a cell, and each column is easy to level. Fixed micro-batches are filled
-    in turn, so that padding comes into the last ones, which hold the shortest rows.
-    """
-    if mini.fixed_rows is not None:
-        filled = (iota(num_columns)[:, None] + 1) * mini.fixed_rows
-        return np.diff(np.minimum(filled, mini.real_rows), axis=0, prepend=0)
-    fewest = int(mini.real_rows.min())
-    columns = min(num_columns, max(fewest, 1))
-    falling = np.sort(mini.tokens[~mini.padding])[::-1]
-    running = [0, *itertools.accumulate(falling.tolist())]
-    quota = np.zeros((num_columns, mini.dp_size), dtype=np.int64)
-    done = 0
-    for column in range(columns - 1):
-        place = bisect.bisect_left(running, running[-1] * (column + 1) / columns)
-        take = round(place / mini.dp_size) - done
-        take = max(1, min(take, fewest - done - (columns - 1 - column)))
-        quota[column] = take
-        done += take
-    quota[columns - 1] = mini.real_rows - done
-    return quota
-
-
 def _quotas_even(rows: IntArray, num_columns: int) -> IntArray:
-    """Rows of each cell, as even as can be, shape (num_columns, dp_size); the last columns get one more.
+    """Rows of each cell, as even as possible, shape (num_columns, dp_size); the last columns get one more.
 
-    A greedy rule gives the first cells the longest rows, and these should have fewer.
+    A greedy rule gives the longest rows to the first cells, which should have fewer.
     """
     column = iota(num_columns)[:, None]
     return rows // num_columns + (column >= num_columns - rows % num_columns)
 
 
 def _divide(cost: FloatArray, limits: IntArray, algorithm: str) -> IntArray:
-    """Parts with just ``limits`` rows: by differencing where all are equal, else greedily."""
+    """Parts with exactly ``limits`` rows: by differencing if all are equal, else greedily."""
     if algorithm == "kk" and (limits == limits[0]).all():
         return karmarkar_karp.equal_size(cost, limits.size)
     return greedy.longest_first(cost, limits.size, max_rows=limits)
 
 
 def _with_padding(mini: MiniBatch, cell: IntArray, num_columns: int) -> IntArray:
-    """Place each rank's padding where it has the fewest rows; then give cells that are still empty a row of its own."""
+    """Place each rank's padding in its cells with the fewest rows, then move a row into each cell left empty."""
     ranks = mini.dp_size
     count = counts(cell[cell >= 0], ranks * num_columns)
     by_rank = np.repeat(iota(ranks), mini.rows - mini.real_rows)

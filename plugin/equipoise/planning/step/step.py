@@ -1,8 +1,8 @@
 """``plan_step``: lengths in, a plan out. Start reading here.
 
-For each mini-batch the planner takes the fewest micro-batches that can work, lays the rows out by several rules, evens
-the layouts out by search under the cap, and keeps the best. It never keeps a layout that costs more than one of the
-rules alone, nor than the batch as it came.
+For each mini-batch the planner takes the fewest micro-batches that can work, lays the rows out by simple rules,
+balances these layouts by a search under the cap, and keeps the best one. No plan costs more than a plain rule or the
+incoming order.
 """
 
 from __future__ import annotations
@@ -38,30 +38,27 @@ def plan_step(
 ) -> StepPlan:
     """Plan one trainer step from the lengths of its rows.
 
-    Each row gets a mini-batch, a rank and a micro-batch, such that the real tokens of every micro-batch are within the
-    cap, all ranks run the same number of micro-batches, none empty, and the lockstep cost is low. The plan is a pure
-    function of its arguments.
+    Each row gets a mini-batch, a rank and a micro-batch. No micro-batch is empty or above the cap, all ranks run the
+    same number of micro-batches, and the lockstep cost is low. The plan is a pure function of the arguments.
 
-    The figures in ``plan.incoming`` are those of the same mini-batches with each rank taking a contiguous share and
-    filling its micro-batches in order under the cap.
+    ``plan.incoming`` measures the same mini-batches with contiguous ranks and micro-batches filled in order.
 
     Args:
         lengths: tokens of each row, shape (n,): a list, a numpy array or a CPU tensor.
         spec: the trainer's settings.
-        cost: cost model; ``TransformerCost()`` if None. One with a method ``micro_batch``, such as
-            :class:`equipoise.PaddedCost`, is for engines that pad: its figures decide, and the cap counts rows ×
-            longest row. It does not go with ``keep_groups``.
-        group_ids: shape (n,), the group of each row, such as its prompt's uid: anything hashable. Asked for by
-            ``spec.keep_groups``, and without effect on the plan where that is "none": group advantages are computed
-            before and do not depend on where a row runs. Padding rows are in no group, whatever their id.
+        cost: cost model; ``TransformerCost()`` if None. A model with a ``micro_batch`` method, such as
+            :class:`equipoise.PaddedCost`, is for engines that pad: the cap limits rows × longest row, and
+            ``keep_groups`` is not supported.
+        group_ids: shape (n,), the group of each row, such as its prompt's uid; any hashable. Required by
+            ``spec.keep_groups`` and without effect if that is "none". Padding rows are in no group.
         is_padding: shape (n,), True for padding rows; None for no padding.
 
     Returns:
         The plan.
 
     Raises:
-        InvalidInput: a length or flag is not what it should be.
-        InfeasiblePlan: settings and lengths exclude each other; names both and the nearest legal value.
+        InvalidInput: an argument breaks its rule.
+        InfeasiblePlan: settings and lengths conflict; names both and the nearest legal value.
 
     >>> spec = StepSpec(dp_size=2, max_token_len_per_gpu=10)
     >>> plan = plan_step([9, 1, 5, 5], spec)
@@ -100,7 +97,7 @@ def plan_step(
 
 
 def _all_found(layouts: list[Layout | None], candidates: list[list[Pieces]], spec: StepSpec) -> list[Layout]:
-    """The layouts; raise InfeasiblePlan where a mini-batch has none."""
+    """The layouts; raise InfeasiblePlan if a mini-batch has none."""
     found = [layout for layout in layouts if layout is not None]
     if len(found) < len(layouts):
         j = layouts.index(None)
@@ -113,10 +110,10 @@ def _all_found(layouts: list[Layout | None], candidates: list[list[Pieces]], spe
 
 
 def _groups(group_ids: Any, n: int, spec: StepSpec, *, padded: bool) -> IntArray | None:
-    """Number of each row's group, or None where groups need not be kept."""
+    """Group of each row, or None if groups need not be kept."""
     if padded and spec.keep_groups != "none":
         remedy = 'use keep_groups="none" or a cost model without micro_batch'
-        raise InvalidInput(must("keep_groups", "be 'none' where micro-batches are padded", spec.keep_groups, remedy))
+        raise InvalidInput(must("keep_groups", "be 'none' if micro-batches are padded", spec.keep_groups, remedy))
     if group_ids is None and spec.keep_groups != "none":
         remedy = "pass the group of each row, such as its prompt's uid"
         raise InvalidInput(must("group_ids", f"be given with keep_groups = {spec.keep_groups!r}", None, remedy))

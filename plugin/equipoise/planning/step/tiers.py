@@ -1,9 +1,9 @@
-"""Layouts for engines that pad each micro-batch to its longest row: rows of like length together.
+"""Layouts for engines that pad each micro-batch to its longest row: rows of similar length together.
 
-A tier is one column: the next longest rows, as many to each rank. Its cost is its rows per rank times the cost of its
-longest row, so that the cuts between tiers alone decide what the tiers cost, and the best cuts for a number of columns
-come out of a recursion over positions. Ranks with shorter rows could take more of them at once; on small mini-batches a
-search over swaps and moves finds that.
+A tier is one column: the next longest rows, the same number on each rank. It costs its rows per rank times the cost of
+its longest row, so only the cuts between tiers matter, and dynamic programming over positions finds the best ones for a
+given number of columns. Ranks with shorter rows could run more of them at once; on small mini-batches, a search over
+swaps and moves finds such layouts.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from equipoise.planning.step.spec import StepSpec
 from equipoise.planning.step.starts import halved
 from equipoise.planning.workload.padded import MicroBatchCost, micro_batch_cost
 
-_MAX_POSITIONS = 1024  # rows of a rank up to which all cuts are looked at; beyond, tiers are filled from the top
-_MAX_CALLS = 12_000  # of the cost model by the search of all mini-batches together
+_MAX_POSITIONS = 1024  # rows per rank up to which all cuts are considered; beyond, tiers are filled greedily
+_MAX_CALLS = 12_000  # calls of the cost model in the search of all mini-batches
 
 
 def searched(mini: MiniBatch, spec: StepSpec, num_minis: int) -> Layout | None:
-    """The best tiers, after a descent where the mini-batch is small; None where no tiers are within the cap.
+    """The best tiers, improved by a descent if the mini-batch is small; None if no tiers are under the cap.
 
-    Without an overhead they are in the fewest micro-batches (with it, in the number that pays): the more there are,
-    the less padding, down to one row in each.
+    Without an overhead, they use the fewest micro-batches: more would mean less padding, down to one row each. With
+    it, they use as many as pay.
     """
     layout = by_tiers(mini, spec)
     if layout is None or mini.padded is None or mini.cost.size > SMALL or mini.dp_size == 1:
@@ -42,9 +42,9 @@ def searched(mini: MiniBatch, spec: StepSpec, num_minis: int) -> Layout | None:
 
 
 def by_tiers(mini: MiniBatch, spec: StepSpec) -> Layout | None:
-    """The best tiers: in the fewest columns, or in more of them while each saves more than the overhead.
+    """The best tiers in the fewest columns, or in more as long as each saves more than the overhead.
 
-    None where none is within the cap.
+    None if no tiers are under the cap.
     """
     if mini.fixed_rows is not None:
         return _tiers(mini, list(range(0, int(mini.rows[0]), mini.fixed_rows)))
@@ -65,7 +65,7 @@ def by_tiers(mini: MiniBatch, spec: StepSpec) -> Layout | None:
 
 
 def _best_cuts(mini: MiniBatch, spec: StepSpec, least: int) -> Iterator[list[int]]:
-    """For each number of columns that may be, from ``least`` on, where the cheapest tiers begin on every rank.
+    """Where the cheapest tiers start on every rank, for each allowed number of columns from ``least`` on.
 
     best[c, q] is the least cost of the first q positions in c tiers: min over p of best[c - 1, p] + (q - p) · cost(p).
     """
@@ -73,7 +73,7 @@ def _best_cuts(mini: MiniBatch, spec: StepSpec, least: int) -> Iterator[list[int
     extra = int(mini.rows.max()) - rows
     places = iota(rows + 1)
     cost, tokens = _tops(mini, places[:-1])
-    size: IntArray = places[None, 1:] - places[:-1, None]  # of a tier from place p (row) to place q (column)
+    size: IntArray = places[None, 1:] - places[:-1, None]  # of a tier from position p (row) to q (column)
     size[:, -1] += extra
     may: BoolArray = places[None, 1:] > places[:-1, None]
     if spec.cap is not None:
@@ -94,7 +94,7 @@ def _best_cuts(mini: MiniBatch, spec: StepSpec, least: int) -> Iterator[list[int
 
 
 def _full_cuts(mini: MiniBatch, spec: StepSpec, least: int) -> list[int]:
-    """Tiers from the longest rows down, each with as many rows as fit; then the widest are halved until enough."""
+    """Tiers from the longest rows down, each with as many rows as fit; then halve the widest until there are enough."""
     rows = int(mini.rows.min())
     _, tokens = _tops(mini, iota(rows))
     cuts = [0]
@@ -113,7 +113,7 @@ def _falling(mini: MiniBatch) -> IntArray:
 
 
 def _tops(mini: MiniBatch, places: IntArray) -> tuple[FloatArray, IntArray]:
-    """Cost and tokens of the longest row at or after each position of the ranks."""
+    """Cost and tokens of the longest row on any rank at or after each position."""
     first = np.minimum(mini.real_rows[None, :], places[:, None]).sum(axis=1)
     falling, pads = _falling(mini), mini.padding
     cost = np.maximum(np.append(mini.cost[falling], 0.0)[first], mini.cost[pads].max(initial=0.0))
@@ -121,7 +121,7 @@ def _tops(mini: MiniBatch, places: IntArray) -> tuple[FloatArray, IntArray]:
 
 
 def _tiers(mini: MiniBatch, cuts: list[int]) -> Layout:
-    """Tiers that begin at these positions; in each one the rank with the least so far gets the longest rows."""
+    """Tiers that start at these positions; in each, the least loaded rank gets the longest rows."""
     ranks, falling = mini.dp_size, _falling(mini)
     cell = np.empty(mini.cost.size, dtype=np.int64)
     ends = [*cuts[1:], int(mini.rows.max())]
@@ -143,7 +143,7 @@ def _tiers(mini: MiniBatch, cuts: list[int]) -> Layout:
 
 
 class _Descent:
-    """First improvements over all pairs of rows, then over all moves, with the rows of each cell kept."""
+    """First-improvement descent over all swaps and moves."""
 
     def __init__(self, layout: Layout, model: MicroBatchCost, spec: StepSpec, max_calls: int) -> None:
         self.mini, self.model, self.spec, self.max_calls = layout.mini, model, spec, max_calls
@@ -171,7 +171,7 @@ class _Descent:
         return changed
 
     def _try(self, i: int, j: int, leave: list[int], come: list[int]) -> bool:
-        """Swap these rows between cells i and j if that costs less."""
+        """Swap these rows between cells i and j if that lowers the cost."""
         after_i = [row for row in self.rows[i] if row not in leave] + come
         after_j = [row for row in self.rows[j] if row not in come] + leave
         if not (self._fits(after_i) and self._fits(after_j)):
@@ -190,6 +190,6 @@ class _Descent:
         return cap is None or len(rows) == 1 or len(rows) * int(self.mini.tokens[rows].max()) <= cap
 
     def _value(self, load: FloatArray) -> float:
-        """The objective; the sum of squares breaks ties, far below any difference in cost."""
+        """The objective, with a tiny sum of squares to break ties."""
         cost = load.max(axis=1).sum() if self.spec.objective == "lockstep" else load.sum(axis=0).max()
         return float(cost + 1e-9 * (load**2).sum() / (load.sum() or 1.0))

@@ -1,4 +1,4 @@
-"""Cost models: lengths in tokens to float64 costs in units of the model's own choice."""
+"""Cost models: from lengths in tokens to float64 costs, in units that each model chooses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def row_costs(cost: CostModel, lengths: IntArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Cost of a row = its tokens. Right for memory, and for time where attention is a small part.
+    """Cost of a row = its tokens. Right for memory, and for time where attention is cheap.
 
     >>> TokenCost()([1000, 2])
     array([1000.,    2.])
@@ -56,15 +56,15 @@ class TransformerCost:
 
     The defaults are verl 0.9.1's (``verl/utils/seqlen_balancing.py``, ``calculate_workload``): a dense transformer
     spends about 12·h²·L on its projections and 2·h·L² on attention, which for hidden size h = 4096 is proportional to
-    24576·L + L². Products are taken in float64: in 32 bits they overflow from L = 35,655 on.
+    24576·L + L². Everything is computed in float64: 32-bit integers overflow from L = 35,655 on.
 
-    Layers with a sliding window w add their coefficient times the pairs of tokens within it: L² less (L - w)² of what
-    is further apart.
+    A layer with a sliding window of w tokens adds its coefficient times L² - max(0, L - w)², the pairs within the
+    window.
 
     Args:
         linear: cost of one token, at least 0.
         quadratic: cost of one pair of tokens, at least 0.
-        windows: (window, cost of one pair) of layers with sliding windows.
+        windows: (window, cost of one pair) for layers with sliding windows.
 
     >>> TransformerCost()([1, 1000000]).tolist()
     [24577.0, 1024576000000.0]
@@ -93,7 +93,7 @@ class TransformerCost:
 
     @classmethod
     def from_hidden_size(cls, hidden_size: int) -> TransformerCost:
-        """The default's rule for another width: a token costs 6 · hidden size as much as a pair of tokens.
+        """Scale the default to another width: a token costs 6 · hidden size times as much as a pair of tokens.
 
         >>> TransformerCost.from_hidden_size(1024).linear
         6144.0
@@ -109,7 +109,7 @@ class TransformerCost:
             config: a ``transformers`` configuration, or a mapping with the same keys.
 
         Raises:
-            InvalidInput: an unknown model type, or an attribute that its shape needs is missing.
+            InvalidInput: the model type is unknown, or the configuration lacks an attribute.
         """
         flops = model_flops(config)
         return cls(linear=flops.per_token, quadratic=flops.per_pair, windows=flops.windows)

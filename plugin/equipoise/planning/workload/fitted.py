@@ -1,4 +1,4 @@
-"""A cost model fitted to measured calls."""
+"""A cost model fitted to measured micro-batch times."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _TUKEY = 4.685  # 95 % efficient on normal noise: Holland and Welsch, Comm. Stat
 class FittedCost:
     """Seconds of a call ≈ per_call + linear · ΣL + quadratic · ΣL², fitted to measured calls.
 
-    As a cost model it gives a row's own share, linear · L + quadratic · L², in seconds.
+    As a cost model it returns each row's share, linear · L + quadratic · L², in seconds.
 
     Attributes:
-        linear: seconds of a token, at least 0.
-        quadratic: seconds of a pair of tokens of a row, at least 0.
-        per_call: seconds of a call whatever it holds, at least 0.
-        r2: share of the variance of the calls' seconds that the fit explains, over the calls that are not outliers.
-        num_calls: calls that were measured.
-        num_outliers: calls that the fit left out.
+        linear: seconds per token, at least 0.
+        quadratic: seconds per pair of tokens of one row, at least 0.
+        per_call: fixed seconds per call, at least 0.
+        r2: share of the variance in seconds that the fit explains, outliers excluded.
+        num_calls: measured calls.
+        num_outliers: calls that the fit excludes.
     """
 
     linear: float
@@ -43,15 +43,15 @@ class FittedCost:
         """Seconds of each row, shape (n,).
 
         Raises:
-            InvalidInput: the calls it was fitted to did not show that tokens take time.
+            InvalidInput: in the calls it was fitted to, time did not grow with tokens.
         """
         if self.linear == 0 and self.quadratic == 0:
             rule = "have a coefficient above 0 to tell rows apart"
-            raise InvalidInput(must("FittedCost", rule, self, "measure calls of other lengths, or use another model"))
+            raise InvalidInput(must("FittedCost", rule, self, "measure calls with other lengths, or use another model"))
         return self._of_rows(lengths)
 
     def seconds(self, lengths: Any) -> float:
-        """Predicted seconds of one call with these rows."""
+        """Predicted seconds for one call with these rows."""
         return self.per_call + float(self._of_rows(lengths).sum())
 
     def _of_rows(self, lengths: Any) -> FloatArray:
@@ -60,17 +60,17 @@ class FittedCost:
 
     @classmethod
     def fit(cls, row_lengths_per_call: Sequence[Any], seconds: Any) -> FittedCost:
-        """Fit to calls, each with the lengths of its rows and the seconds that it took.
+        """Fit to calls, given the lengths of each call's rows and the seconds it took.
 
-        Least squares with no negative coefficient, reweighted so that outliers (a compilation, a stall) lose their
-        say (Tukey's biweight).
+        Non-negative least squares, reweighted by Tukey's biweight so that outliers (a compilation, a stall) do not
+        count.
 
         Args:
             row_lengths_per_call: tokens of each row, for each of at least 3 calls.
-            seconds: of each call, above 0.
+            seconds: duration of each call, above 0.
 
         Raises:
-            InvalidInput: too few calls, lengths that do not match, or seconds that are not finite and above 0.
+            InvalidInput: too few calls, mismatched shapes, or seconds that are not finite and positive.
 
         >>> calls = [[100], [1000], [2000, 500], [3000]]
         >>> fitted = FittedCost.fit(calls, [0.1 + sum(1e-3 * n for n in rows) for rows in calls])
@@ -103,7 +103,7 @@ class FittedCost:
 
 
 def _robust_weights(features: FloatArray, measured: FloatArray) -> FloatArray:
-    """Weights of Tukey's biweight after a start on absolute errors; exactly 0 for an outlier."""
+    """Tukey's biweights, started from absolute errors; exactly 0 for an outlier."""
     weight = np.ones(measured.size)
     for turn in range(_ROUNDS):
         errors = np.abs(measured - features @ _non_negative(features, measured, weight))
@@ -120,7 +120,7 @@ def _robust_weights(features: FloatArray, measured: FloatArray) -> FloatArray:
 
 
 def _non_negative(features: FloatArray, measured: FloatArray, weight: FloatArray) -> FloatArray:
-    """Weighted least squares over three coefficients of at least 0: the best of the eight faces."""
+    """Weighted least squares with three non-negative coefficients: the best of the eight faces."""
     root = np.sqrt(weight)
     scale = np.abs(features).max(axis=0)
     scale[scale == 0] = 1.0

@@ -1,9 +1,8 @@
-"""FLOPs of a forward pass, from a model's own configuration.
+"""FLOPs of a forward pass, computed from a model's configuration.
 
-Multiply-adds of matrix products count as two. A token pays for its projections, its active experts and the vocabulary
-head; a pair of tokens pays for the attention scores and their product with the values, over the full square as FLOP
-counters take it (a causal kernel does half, for every row alike). Embedding look-ups, norms and activations are left
-out.
+A multiply-add counts as two. The linear term covers projections, active experts and the vocabulary head; the quadratic
+term covers attention scores and their product with the values, over the full square as FLOP counters do (a causal
+kernel computes half of it, for every row alike). Embedding look-ups, norms and activations are left out.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class ModelFlops:
     """FLOPs of one forward pass over a row of L tokens: per_token · L + per_pair · L² + Σ c · pairs(L, w).
 
     Attributes:
-        per_token: of projections, feed-forward blocks and head.
-        per_pair: of attention layers that see the whole row.
-        windows: (window, FLOPs of a pair) of layers with sliding windows.
+        per_token: FLOPs of projections, feed-forward blocks and head.
+        per_pair: FLOPs of attention layers without a window.
+        windows: (window, FLOPs of a pair) for layers with sliding windows.
     """
 
     per_token: float
@@ -42,13 +41,13 @@ class ModelFlops:
 
 
 def model_flops(config: Any) -> ModelFlops:
-    """Count from a ``transformers`` configuration (or anything with the same attributes, or a mapping).
+    """Count the FLOPs of a ``transformers`` configuration, or of a mapping or object with the same attributes.
 
-    Knows dense and mixture-of-experts decoders, grouped queries, gated and plain feed-forward blocks, multi-head latent
-    attention and sliding windows. The head counts whether it is tied to the embedding or not.
+    Covers dense and mixture-of-experts decoders, grouped queries, gated and plain feed-forward blocks, multi-head
+    latent attention and sliding windows. The head counts whether or not it is tied to the embedding.
 
     Raises:
-        InvalidInput: an unknown model type, or an attribute that its shape needs is missing.
+        InvalidInput: the model type is unknown, or the configuration lacks an attribute.
     """
     shape = _Shape(config)
     layers = shape.number("num_hidden_layers")
@@ -67,7 +66,7 @@ def model_flops(config: Any) -> ModelFlops:
 
 
 class _Shape:
-    """Attributes of a configuration, asked for by name; a missing one is an error that says which."""
+    """Attributes of a configuration, looked up by name; a missing one is an error that names it."""
 
     def __init__(self, config: Any) -> None:
         self.config: Any = config
@@ -88,7 +87,7 @@ class _Shape:
     def number(self, name: str) -> int:
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            remedy = "pass the model's own transformers configuration"
+            remedy = "pass the model's transformers configuration"
             rule = "be a whole number of at least 1"
             raise InvalidInput(must(f"{self.model_type} config.{name}", rule, value, remedy))
         return value
@@ -143,7 +142,7 @@ def _is_sparse(shape: _Shape, layer: int) -> bool:
 
 
 def _window(shape: _Shape, layer: int) -> int | None:
-    """Sliding window of a layer, or None if it sees the whole row."""
+    """Sliding window of a layer, or None for full attention."""
     window = shape.get("sliding_window")
     if window is None or shape.get("use_sliding_window", True) is False:
         return None
@@ -152,5 +151,5 @@ def _window(shape: _Shape, layer: int) -> int | None:
         return window if kinds[layer] == "sliding_attention" else None
     if shape.model_type in {"mistral", "mixtral", "phi3", "starcoder2"}:
         return window
-    rule, remedy = "say which layers slide with a sliding_window", "pass the configuration as transformers makes it"
+    rule, remedy = "tell which layers use the sliding_window", "pass the configuration as transformers builds it"
     raise InvalidInput(must(f"{shape.model_type} config.layer_types", rule, None, remedy))

@@ -1,4 +1,4 @@
-"""Cost of a micro-batch for engines that do not pack: every row is padded to the longest one."""
+"""Cost of a micro-batch for engines that pad every row to the longest one instead of packing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from equipoise.planning.workload.cost import CostModel, TransformerCost
 
 @runtime_checkable
 class MicroBatchCost(Protocol):
-    """A cost model that is not additive: it also tells what rows cost together, padded to the longest one.
+    """A cost model that is not additive: it also gives the cost of rows that are padded together.
 
-    A micro-batch costs at least what its rows cost alone.
+    A micro-batch costs no less than its rows cost alone.
     """
 
     def __call__(self, lengths: Any) -> FloatArray:
@@ -33,14 +33,14 @@ class MicroBatchCost(Protocol):
 class PaddedCost:
     """Cost of a micro-batch = its rows × the cost of its longest row.
 
-    :func:`equipoise.plan_step` then measures and chooses by that, and the cap counts padded tokens, rows × longest
-    length. The more micro-batches, the less padding, down to one row in each: unless ``micro_batch_overhead`` says what
-    one more costs, plans stay near the fewest that fit under the cap.
+    :func:`equipoise.plan_step` then minimizes this cost, and the cap limits padded tokens, rows × longest row. More
+    micro-batches mean less padding, down to one row each; unless ``micro_batch_overhead`` puts a price on a
+    micro-batch, plans stay near the fewest that fit under the cap.
 
-    As a longer row costs no less than a shorter one, bounds from the rows' own costs still hold.
+    Bounds from the costs of single rows still hold, because a longer row never costs less than a shorter one.
 
     Args:
-        model: cost of one row from its length; must not fall with the length.
+        model: cost of one row; must not decrease with its length.
 
     >>> cost = PaddedCost()
     >>> cost.micro_batch([1000, 10]) / cost.micro_batch([1000])
@@ -54,7 +54,7 @@ class PaddedCost:
         return np.asarray(self.model(lengths), dtype=np.float64)
 
     def micro_batch(self, lengths: Any) -> float:
-        """Cost of these rows in one micro-batch, in the units of ``model``."""
+        """Cost of these rows as one micro-batch, in the units of ``model``."""
         tokens = as_lengths(lengths)
         return tokens.size * float(self(tokens.max(keepdims=True))[0])
 
@@ -63,7 +63,7 @@ def micro_batch_cost(cost: MicroBatchCost, lengths: Any) -> float:
     """Call ``cost.micro_batch`` and check what it returns.
 
     Raises:
-        InvalidInput: negative, NaN or infinite.
+        InvalidInput: the cost is negative, NaN or infinite.
     """
     value = float(cost.micro_batch(lengths))
     if not 0 <= value < float("inf"):
