@@ -1,7 +1,8 @@
-"""What each stage of the search gives: plans without it, beside plans with it, on the same cases.
+"""What each stage of the search gains: the same cases planned with it and without it.
 
-Run with ``python -m benchmarks.ablation``; ``--write`` puts the table into ``docs/search.md``. A stage stays where it
-gives 0.2 % in the geometric mean of a family, or 1 % in one of its cells, or a plan where there would be none.
+Run with ``python -m benchmarks.ablation``; ``--write`` puts the table into ``docs/search.md``. A stage stays if plans
+without it cost 0.2 % more in the geometric mean of a family or 1 % more in one of its cells, need 1 % more
+micro-batches, or do not exist.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from tests.numerics.test_optimum import random_case
 
 DOCS = Path(__file__).parents[1] / "docs" / "search.md"
 BEGIN, END = "<!-- ablation: begin -->", "<!-- ablation: end -->"
-MEAN, CELL = 0.002, 0.01
+MEAN, CELL, MICRO_BATCHES = 0.002, 0.01, 0.01
 SMALL = ("8x2x1", "32x4x1", "64x8x1", "128x16x4")
 LARGE = ("256x8x1", "512x32x1", "1024x16x4", "2048x32x4")
 LARGEST = ("16384x128x4",)
 
-Task = Callable[[], float | None]
-"""Plans one case and returns its cost, or None where there is no plan."""
+Found = tuple[float, int] | None
+"""Cost and micro-batches of a plan, or None if there is no plan."""
+Task = Callable[[], Found]
 
 
 @dataclass(kw_only=True)
@@ -54,30 +56,31 @@ class Family:
 
 @dataclass(kw_only=True)
 class Result:
-    """What the cases of a family cost, by cell, and the processor seconds of all."""
+    """The plans of a family, by cell, and the processor seconds they took."""
 
-    costs: dict[str, list[float | None]]
+    plans: dict[str, list[Found]]
     seconds: float
 
 
 def _step(lengths: Any, spec: StepSpec, **options: Any) -> Task:
-    def run() -> float | None:
+    def run() -> Found:
         try:
             stats = plan_step(lengths, spec, **options).stats
         except InfeasiblePlan:
             return None
-        return stats.lockstep_cost if spec.objective == "lockstep" else stats.rank_cost
+        cost = stats.lockstep_cost if spec.objective == "lockstep" else stats.rank_cost
+        return cost, stats.num_micro_batches
 
     return run
 
 
 def _pack(lengths: Any, capacity: int, groups: int) -> Task:
-    """Groups first, then the heaviest one: a group more than needed outweighs any unevenness."""
+    """The cost is the number of groups times the heaviest one: an extra group outweighs any unevenness."""
     weights = TransformerCost()(lengths)
 
-    def run() -> float:
+    def run() -> Found:
         found = pack(lengths, capacity=capacity, min_groups=groups, weights=weights)
-        return len(found) * max(float(weights[rows].sum()) for rows in found)
+        return len(found) * max(float(weights[rows].sum()) for rows in found), len(found)
 
     return run
 
@@ -100,7 +103,7 @@ def _steps(name: str, sets: Sequence[str], sizes: Sequence[str], seeds: int, way
 
 
 def _uneven_groups(sets: Sequence[str], seeds: int) -> Family:
-    """Groups of 1 to 6 rows, with padding, that just fill their ranks: hard to share out."""
+    """Groups of 1 to 6 rows that fill their ranks: hard to share out."""
     family = Family(name="groups of any size")
     for case in cases(sets, [Size.parse("64x4x1"), Size.parse("256x8x1")], range(seeds)):
         draw = np.random.default_rng(case.seed)
@@ -110,22 +113,39 @@ def _uneven_groups(sets: Sequence[str], seeds: int) -> Family:
     return family
 
 
-def _tight(count: int) -> Family:
-    """A few rows under a cap near the longest, where a plan is not always found."""
-    family = Family(name="hardly feasible")
+def _exact_groups(count: int) -> Family:
+    """Small groups that fill 2 to 6 ranks without a row to spare: a plan always exists."""
+    family = Family(name="groups that just fit")
+    for seed in range(count):
+        draw = np.random.default_rng([9, seed])
+        dp, rows = int(draw.integers(2, 7)), int(draw.integers(3, 13))
+        sizes: list[int] = []
+        for _ in range(dp):
+            cuts = np.flatnonzero(np.append(draw.random(rows - 1) < 0.5, True)) + 1
+            sizes += np.diff(cuts, prepend=0).tolist()
+        ids = np.repeat(np.arange(len(sizes)), draw.permutation(sizes))
+        spec = StepSpec(dp_size=dp, keep_groups="rank")
+        family.add(f"{dp} ranks", _step(draw.integers(1, 9000, ids.size), spec, group_ids=ids))
+    return family
+
+
+def _tight(count: int, algorithm: str) -> Family:
+    """A few rows under a cap near the longest, for which a plan is not always found."""
+    family = Family(name="barely feasible" if algorithm == "refined" else f"{algorithm}, barely feasible")
     for seed in range(count):
         draw = np.random.default_rng([7, seed])
         dp = int(draw.integers(1, 4))
         lengths = draw.integers(1, 31, dp * int(draw.integers(3, 8)))
         cap = max(int(lengths.max()), int(lengths.max() * draw.choice([1.0, 1.1, 1.5])))
-        spec = StepSpec(dp_size=dp, max_token_len_per_gpu=cap, micro_batch_multiple=int(draw.integers(1, 4)))
+        settings: dict[str, Any] = {"micro_batch_multiple": int(draw.integers(1, 4)), "algorithm": algorithm}
+        spec = StepSpec(dp_size=dp, max_token_len_per_gpu=cap, **settings)
         family.add(f"{dp} ranks, multiple {spec.micro_batch_multiple}", _step(lengths, spec))
     return family
 
 
 def _solved(count: int) -> Family:
-    """Small cases whose optimum is known to the tests: 8 to 14 rows, 2 or 3 ranks, 1 or 2 micro-batches."""
-    family = Family(name="held to HiGHS")
+    """Small cases that the tests compare with HiGHS: 8 to 14 rows, 2 or 3 ranks, 1 or 2 micro-batches."""
+    family = Family(name="compared with HiGHS")
     for capped in (False, True):
         for number in range(count):
             case = random_case(number, capped=capped)
@@ -135,7 +155,7 @@ def _solved(count: int) -> Family:
 
 
 def _packs(sets: Sequence[str], seeds: int) -> list[Family]:
-    """Rows of the length sets, and a few rows that hardly fit: the cases that the tests hold to HiGHS."""
+    """Rows of the length sets, and a few rows that barely fit: the cases that the tests compare with HiGHS."""
     family, full = Family(name="pack"), Family(name="pack, few rows")
     for case in cases(sets, [Size(24, 1, 1), Size(64, 1, 1), Size(512, 1, 1)], range(seeds)):
         for least in (1, 8):
@@ -148,7 +168,7 @@ def _packs(sets: Sequence[str], seeds: int) -> list[Family]:
 
 
 def families(sets: Sequence[str], seeds: int) -> list[Family]:
-    """All kinds of cases, each with its own cells."""
+    """All kinds of cases."""
     grouped = ("64x4x1", "512x8x2")
     fixed = {"micro_batch_size_per_gpu": 4, "max_token_len_per_gpu": None}
     pairs = {"keep_groups": "micro", "group_size": 2}
@@ -159,11 +179,13 @@ def families(sets: Sequence[str], seeds: int) -> list[Family]:
         _steps("objective rank", sets, ("32x4x1", "128x16x4", "512x8x2"), seeds, {"objective": "rank"}),
         _steps("fixed rows", sets, ("32x4x1", "512x8x2"), seeds, fixed),
         _solved(60 * seeds),
-        _tight(150 * seeds),
+        _tight(150 * seeds, "refined"),
+        _tight(150 * seeds, "lpt"),
         _steps("groups on a rank", sets, grouped, seeds, {"keep_groups": "rank", "group_size": 8}),
         _steps("groups in a micro-batch", sets, grouped, seeds, {"keep_groups": "micro", "group_size": 4}),
         _steps("groups in fixed micro-batches", sets, ("32x4x1", "512x8x2"), seeds, {**pairs, **fixed}),
         _uneven_groups(sets, 2 * seeds),
+        _exact_groups(200 * seeds),
         _steps("padded", sets, ("32x4x1", "64x8x1", "512x8x2"), seeds, {"cost": PaddedCost()}),
         *_packs(sets, 2 * seeds),
     ]
@@ -172,13 +194,13 @@ def families(sets: Sequence[str], seeds: int) -> list[Family]:
 def measure(family: Family) -> Result:
     """Plan every case once."""
     start = time.thread_time()
-    costs = {cell: [task() for task in tasks] for cell, tasks in family.cells.items()}
-    return Result(costs=costs, seconds=time.thread_time() - start)
+    plans = {cell: [task() for task in tasks] for cell, tasks in family.cells.items()}
+    return Result(plans=plans, seconds=time.thread_time() - start)
 
 
 @contextmanager
 def without(stage: Stage) -> Generator[None]:
-    """Run the block with the stage replaced by what is done without it."""
+    """Run the block without the stage."""
     with ExitStack() as stack:
         for target, replacement in stage.patches:
             stack.enter_context(mock.patch(f"equipoise.planning.{target}", replacement))
@@ -187,12 +209,13 @@ def without(stage: Stage) -> Generator[None]:
 
 @dataclass(kw_only=True)
 class Gain:
-    """What a stage gives in one family.
+    """What a stage gains in one family.
 
     Attributes:
         overall: how much more plans cost without it, in the geometric mean over cells.
-        cell: the same in the cell where it gives most.
+        cell: the same in the cell where it gains most.
         where: that cell.
+        micro_batches: how many more micro-batches plans need without it, as a share.
         plans: cases that have a plan only with it.
         pace: seconds with it ÷ seconds without it.
     """
@@ -200,30 +223,34 @@ class Gain:
     overall: float
     cell: float
     where: str
+    micro_batches: float
     plans: int
     pace: float
 
     @property
     def pays(self) -> bool:
         """Whether it is worth its lines."""
-        return self.overall >= MEAN or self.cell >= CELL or self.plans > 0
+        return self.overall >= MEAN or self.cell >= CELL or self.micro_batches >= MICRO_BATCHES or self.plans > 0
 
 
 def compare(full: Result, less: Result) -> Gain:
     """Costs without a stage ÷ costs with it; cells are means of their cases."""
     ratios: dict[str, float] = {}
-    plans = 0
-    for cell, costs in full.costs.items():
-        both = [(a, b) for a, b in zip(costs, less.costs[cell], strict=True) if a is not None and b is not None]
-        plans += sum(a is not None and b is None for a, b in zip(costs, less.costs[cell], strict=True))
-        plans -= sum(a is None and b is not None for a, b in zip(costs, less.costs[cell], strict=True))
+    plans = with_it = without_it = 0
+    for cell, found in full.plans.items():
+        pairs = list(zip(found, less.plans[cell], strict=True))
+        both = [(a, b) for a, b in pairs if a is not None and b is not None]
+        plans += sum(a is not None for a, _ in pairs) - sum(b is not None for _, b in pairs)
+        with_it += sum(a[1] for a, _ in both)
+        without_it += sum(b[1] for _, b in both)
         if both:
-            ratios[cell] = mean(b / a if a else 1.0 for a, b in both)
+            ratios[cell] = mean(b[0] / a[0] if a[0] else 1.0 for a, b in both)
     where = max(ratios, key=lambda cell: ratios[cell])
     return Gain(
         overall=math.exp(mean(map(math.log, ratios.values()))) - 1,
         cell=ratios[where] - 1,
         where=where,
+        micro_batches=without_it / with_it - 1,
         plans=plans,
         pace=full.seconds / less.seconds,
     )
@@ -232,19 +259,18 @@ def compare(full: Result, less: Result) -> Gain:
 def table(gains: dict[tuple[str, str], Gain]) -> list[str]:
     """Lines of a Markdown table, one row for each stage and family."""
     lines = [
-        "| stage | cases | gain, mean | gain, best cell | that cell | plans gained | time | pays |",
-        "| :-- | :-- | --: | --: | :-- | --: | --: | :-- |",
+        "| stage | cases | gain, mean | gain, best cell | that cell | micro-batches | plans gained | time | pays |",
+        "| :-- | :-- | --: | --: | :-- | --: | --: | --: | :-- |",
     ]
     for (stage, family), gain in gains.items():
-        figures = [f"{100 * gain.overall:.3f} %", f"{100 * gain.cell:.2f} %", gain.where, str(gain.plans)]
-        lines.append(
-            f"| {stage} | {family} | {' | '.join(figures)} | {gain.pace:.2f} | {'yes' if gain.pays else 'no'} |"
-        )
+        cost = f"{100 * gain.overall:.3f} % | {100 * gain.cell:.2f} % | {gain.where}"
+        rest = f"{100 * gain.micro_batches:+.2f} % | {gain.plans} | {gain.pace:.2f} | {'yes' if gain.pays else 'no'}"
+        lines.append(f"| {stage} | {family} | {cost} | {rest} |")
     return lines
 
 
 def write(lines: list[str], path: Path = DOCS) -> None:
-    """Put the table between its markers."""
+    """Write the table between its markers."""
     before, _, rest = path.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     if not after:
@@ -253,13 +279,13 @@ def write(lines: list[str], path: Path = DOCS) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Leave out one stage of the search at a time and compare the plans' costs."""
+    """Plan without one stage of the search at a time, and compare the plans."""
     parser = argparse.ArgumentParser(prog="ablation", description=main.__doc__)
     parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS), help="length sets")
     parser.add_argument("--seeds", type=int, default=1, help="draws of each case")
-    parser.add_argument("--stages", nargs="+", help="only stages whose names hold one of these words")
-    parser.add_argument("--families", nargs="+", help="only families whose names hold one of these words")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCS.name}")
+    parser.add_argument("--stages", nargs="+", help="only stages whose names contain one of these words")
+    parser.add_argument("--families", nargs="+", help="only families whose names contain one of these words")
+    parser.add_argument("--write", action="store_true", help=f"write the table into {DOCS.name}")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     sets = available(options.sets, lambda line: print(line, file=sys.stderr))

@@ -1,4 +1,4 @@
-"""The stages of the search, each with what stands in for it when it is left out."""
+"""The stages of the search, each with what replaces it when it is left out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from equipoise.planning.partition.board import Boards
 
-STEPS = ("small", "large", "objective", "fixed", "held", "hardly", "groups")
+STEPS = ("small", "large", "objective", "fixed", "compared", "barely", "groups")
 SHARES = ("groups",)
 
 
@@ -20,7 +20,7 @@ class Stage:
 
     Attributes:
         name: what the table calls it.
-        families: first words of the families of cases that it takes part in.
+        families: first words of the families of cases that it can affect.
         patches: names below ``equipoise.planning``, and what replaces them.
     """
 
@@ -29,7 +29,7 @@ class Stage:
     patches: tuple[tuple[str, Any], ...]
 
     def takes_part_in(self, family: str) -> bool:
-        """Whether plans of this family can depend on it."""
+        """Whether it can affect plans of this family."""
         return family.startswith(self.families)
 
 
@@ -58,7 +58,7 @@ def _no_pairs(kind: str) -> Callable[..., int]:
 
 
 def _one_level(boards: Boards) -> Any:
-    """The mean load for every cell, whatever the longest row of its column."""
+    """The mean load as the target of every cell, whatever the longest row of its column."""
     mean = boards.load.sum(axis=1) / boards.num_cells
     return np.repeat(mean[:, None], boards.num_cells, axis=1)
 
@@ -78,7 +78,7 @@ STAGES = (
     _stage("kicks", STEPS, ("step.search.kick", _nothing)),
     _stage("fit: rounds", STEPS, ("partition.refine.fit_cap.__kwdefaults__", {"max_rounds": 0})),
     _stage("plain rules", (*STEPS, "padded"), ("step.search._by_rule", _nothing)),
-    _stage("roomiest layout", STEPS, ("step.search._roomiest", _nothing)),
+    _stage("roomiest layout", (*STEPS, "lpt"), ("step.search._roomiest", _nothing)),
     _stage("levelled ranks", ("objective",), ("step.search.level_ranks", _nothing)),
     _stage("levelled shares", SHARES, ("step.groups.level_shares", _first)),
     _stage("levelled shares: pairs", SHARES, ("partition.shares.even_out_loads", _nothing)),
