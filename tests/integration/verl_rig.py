@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import os
 import re
 import shutil
 import sys
@@ -19,6 +20,7 @@ from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_environment, cpu_over
 from examples.tiny import TinyPaths, build_tiny
 from tests.integration.family import Family
 
+_AT_START = Path(__file__).parent / "at_start"
 # verl waits for ever for a worker that is gone, so a log that says so ends the run.
 _FATAL = re.compile(r"ActorDiedError|WorkerCrashedError|A worker died or was killed|running low on memory")
 # verl looks for a free port and listens on it seconds later, when another process may have taken it.
@@ -119,6 +121,8 @@ def _run(command: list[str], *, cwd: Path, env: Mapping[str, str]) -> Completed:
         "VERL_FILE_LOGGER_PATH": str(metrics),
         **env,
     }
+    paths = [str(_AT_START), *filter(None, [env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     metrics.unlink(missing_ok=True)
     begin = time.monotonic()
     family = Family(command, log=log, cwd=cwd, env=environment)
