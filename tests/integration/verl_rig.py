@@ -50,6 +50,11 @@ class Completed:
         return [float(row[name]) for row in self.metrics if name in row]
 
 
+def lighter(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment with a lighter start of every Python process; see ``at_start``."""
+    return {**env, "PYTHONPATH": os.pathsep.join([str(_AT_START), *filter(None, [env.get("PYTHONPATH")])])}
+
+
 @functools.cache
 def tiny() -> TinyPaths:
     """The tiny model and its data, made once a session."""
@@ -113,16 +118,16 @@ def run_verl(
 def _run(command: list[str], *, cwd: Path, env: Mapping[str, str]) -> Completed:
     log, metrics = cwd / "verl.log", cwd / "metrics.jsonl"
     ray_dir = Path(tempfile.mkdtemp(prefix="eq", dir="/tmp"))  # short: Ray puts Unix sockets below it
-    environment = {
-        **cpu_environment(),
-        "PYTHONWARNINGS": "ignore",
-        "RAY_TMPDIR": str(ray_dir),
-        "SPT_NOENV": "1",  # Ray renames its processes; so its new names leave the mark readable
-        "VERL_FILE_LOGGER_PATH": str(metrics),
-        **env,
-    }
-    paths = [str(_AT_START), *filter(None, [env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment = lighter(
+        {
+            **cpu_environment(),
+            "PYTHONWARNINGS": "ignore",
+            "RAY_TMPDIR": str(ray_dir),
+            "SPT_NOENV": "1",  # Ray renames its processes; so its new names leave the mark readable
+            "VERL_FILE_LOGGER_PATH": str(metrics),
+            **env,
+        }
+    )
     metrics.unlink(missing_ok=True)
     begin = time.monotonic()
     family = Family(command, log=log, cwd=cwd, env=environment)
