@@ -91,7 +91,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
             *ON,
             "trainer.v1.trainer_mode=colocate_async",
             "equipoise.cost=fitted",
-            "equipoise.fit_min_r2=0.5",
+            "equipoise.fit_min_r2=0.2",
             "equipoise.composition=sorted",
             "actor_rollout_ref.actor.ppo_mini_batch_size=2",
             "actor_rollout_ref.actor.ppo_epochs=3",
@@ -238,7 +238,7 @@ def test_the_cost_is_refitted_to_measured_times_and_plans_the_last_step(pool: di
     # each micro-batch of the three epochs, those of the first step left out
     counts = [3 * row["equipoise/num_micro_batches"] for row in steps]
     assert [row["equipoise/fit/calls"] for row in steps] == [0, counts[1], counts[1] + counts[2]]
-    assert steps[1]["equipoise/fit/r2"] >= 0.5
+    assert steps[1]["equipoise/fit/r2"] >= 0.2
     assert 0 <= steps[2]["equipoise/fit/error"] < 1
     predicted = records(run)[2]["lockstep_cost"] + records(run)[2]["cost"]["per_call"] * counts[2] / 3
     assert 3 * predicted == pytest.approx(steps[2]["timing_s/update_actor"], rel=0.5)  # a cost in seconds
