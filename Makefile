@@ -25,7 +25,7 @@ run: $(STAMP)  ## GRPO on SmolLM2-135M with verl on two CPU ranks; MODEL=tiny fo
 	@$(BIN)/python -m examples.main_job --model $(MODEL) $(ARGS)
 
 test: $(STAMP)  ## the whole test suite; ARGS='-m "not slow"' for the quick part, JOBS=0 for one process
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)  ## ruff, pyright (strict), import-linter
 	$(BIN)/ruff check .

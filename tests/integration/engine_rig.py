@@ -1,7 +1,7 @@
 """Real verl training workers (FSDP2 over gloo) on a few processes, without Ray: one scenario after the other.
 
-Run as a program: ``python -m tests.integration.engine_rig MODEL_DIR WORLD OUT``. Every rank writes what it saw to
-``OUT.<rank>.pt``; the tests compare.
+Run as a program: ``python -m tests.integration.engine_rig MODEL_DIR OUT``. Two ranks together and one alone write what
+they saw to ``OUT.<ranks>.<rank>.pt``; the tests compare.
 """
 
 # verl is not typed; the tests check what comes from it.
@@ -12,18 +12,18 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 import equipoise as eq
 
@@ -343,18 +343,21 @@ def main(rank: int, world: int, model: str, port: int, out: str) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    torch.set_num_threads(1)
-    importlib.import_module("verl")  # loads the plugins
-
     found = scenarios(model, rank, world) if world > 1 else alone(model)
-    torch.save(found, f"{out}.{rank}.pt")
+    torch.save(found, f"{out}.{world}.{rank}.pt")
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = probe.getsockname()[1]
-    size = int(sys.argv[2])
-    spawn(main, args=(size, sys.argv[1], free, str(Path(sys.argv[3]))), nprocs=size)
+    torch.set_num_threads(1)
+    for module in ("verl", "verl.workers.engine_workers", "verl.workers.utils.losses"):
+        importlib.import_module(module)  # once, for all ranks; the first loads the plugins
+    for size in (2, 1):
+        arguments = (size, sys.argv[1], free_port(), sys.argv[2])
+        start_processes(main, args=arguments, nprocs=size, start_method="fork")

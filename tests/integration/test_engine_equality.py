@@ -27,30 +27,24 @@ ROOT = Path(__file__).resolve().parents[2]
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 
 
-def run_rig(world: int, out: Path) -> list[dict[str, Any]]:
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.integration.engine_rig",
-        str(tiny().model),
-        str(world),
-        str(out),
-    ]
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the ranks of one run of the rig left what they saw."""
+    out = tmp_path_factory.mktemp("rig") / "out"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integration.engine_rig", str(tiny().model), str(out)]
     env = {**os.environ, "VERL_PLATFORM": "cpu", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     run_patiently(command, cwd=ROOT, env=env)
-    return [torch.load(f"{out}.{rank}.pt", weights_only=False) for rank in range(world)]
+    return out
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_rig(2, tmp_path_factory.mktemp("rig") / "two")
+def ranks(rig: Path) -> list[dict[str, Any]]:
+    return [torch.load(f"{rig}.2.{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_rig(1, tmp_path_factory.mktemp("rig") / "one")[0]
+def alone(rig: Path) -> dict[str, Any]:
+    return torch.load(f"{rig}.1.0.pt", weights_only=False)
 
 
 def widest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.integration.family import LIMIT_S, run_patiently
+from tests.integration.verl_rig import lighter
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +60,7 @@ def of_session(folder: str) -> list[str]:
 
 
 def test_the_tiny_job_trains_and_sums_up(tmp_path: Path):
-    job = run_patiently([*MAIN_JOB, "--steps", "2", "--output-dir", str(tmp_path)], cwd=ROOT, env=os.environ)
+    job = run_patiently([*MAIN_JOB, "--steps", "2", "--output-dir", str(tmp_path)], cwd=ROOT, env=lighter(os.environ))
     latest = tmp_path / "latest"
     summary: dict[str, Any] = json.loads((latest / "summary.json").read_text())
     assert (summary["model"], summary["steps"], summary["complete"]) == ("tiny", 2, True)
@@ -76,6 +77,7 @@ def test_ctrl_c_while_verl_trains_leaves_no_process(tmp_path: Path):
     job = subprocess.Popen(
         [*MAIN_JOB, "--steps", "500", "--output-dir", str(tmp_path)],
         cwd=ROOT,
+        env=lighter(os.environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -31,11 +31,10 @@ ON = ["+equipoise=default", "equipoise.record=record.jsonl"]
 SCRIPTS = {f"{name}+": Path(__file__).parents[2] / "examples" / name / "run.sh" for name in ("grpo", "ppo")}
 """Runs that a script of the examples starts; it brings ``+equipoise=default`` and what our overrides overrule."""
 PPO = [
-    *[line for line in cpu_overrides(2, critic=True) if "critic" in line],
+    *[line for line in cpu_overrides(4, critic=True) if "critic" in line],
     "algorithm.adv_estimator=gae",
     "critic.model.path=${actor_rollout_ref.model.path}",
     "critic.model.use_remove_padding=True",
-    "critic.ppo_mini_batch_size=8",
     "critic.optim.lr=1e-3",
     "actor_rollout_ref.actor.use_kl_loss=True",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=700",
@@ -49,7 +48,7 @@ ONE_STEP = [
 RUNS: dict[str, tuple[int, list[str]]] = {
     # one mini-batch a step, so that the order of the prompts, which is random, makes no difference
     "grpo": (
-        2,
+        1,
         [
             *ONE_STEP,
             "actor_rollout_ref.model.use_remove_padding=False",
@@ -68,13 +67,14 @@ RUNS: dict[str, tuple[int, list[str]]] = {
             "trainer.default_local_dir=checkpoints",
         ],
     ),
-    "ppo+": (2, [*ON[1:], *PPO]),
     # 6 prompts × 4 rows against mini-batches of 16 rows: 8 padding rows; and requests that move between 4 replicas
-    "padding+": (
+    "ppo+": (
         4,
         [
-            *ON,
+            *ON[1:],
+            *PPO,
             "data.train_batch_size=6",
+            "critic.ppo_mini_batch_size=8",
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
             "equipoise.rollout.enable=true",
             "equipoise.rollout.transfer=kv",
@@ -91,7 +91,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
             *ON,
             "trainer.v1.trainer_mode=colocate_async",
             "equipoise.cost=fitted",
-            "equipoise.fit_min_r2=0.5",
+            "equipoise.fit_min_r2=0.2",
             "equipoise.composition=sorted",
             "actor_rollout_ref.actor.ppo_mini_batch_size=2",
             "actor_rollout_ref.actor.ppo_epochs=3",
@@ -104,7 +104,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
 STEPS = {name: 3 if name == "colocate_async+" else 2 for name in RUNS}
 ENV = {
     "colocate_async+": {"EQUIPOISE_CPU_LEN_SKEW": "2", "PYTHONPATH": str(Path(slow_tokens.__file__).parent)},
-    "padding+": {"EQUIPOISE_CPU_LEN_SKEW": "2"},
+    "ppo+": {"EQUIPOISE_CPU_LEN_SKEW": "2"},
 }
 
 
@@ -195,11 +195,11 @@ def test_ppo_updates_critic_and_actor_by_plans_of_their_own(pool: dict[str, Futu
         assert math.isfinite(row["critic/vf_loss"])
         assert math.isfinite(row["actor/kl_loss"])
         assert row["equipoise/critic/lockstep_over_bound"] >= 1.0
-    assert all(record["num_mini_batches"] == 2 for record in records(run))  # actor: 32 rows, 4 prompts × 4
+    assert all(record["num_mini_batches"] == 2 for record in records(run))  # 32 rows, with padding; 4 prompts × 4
 
 
 def test_a_batch_that_needs_padding_is_padded_with_two_tokens_a_row(pool: dict[str, Future[Completed]]) -> None:
-    run = finished(pool, "padding+")
+    run = finished(pool, "ppo+")
     for row, record in zip(training(run), records(run), strict=True):
         pads = [n for n, pad in zip(record["lengths"], record["is_padding"], strict=True) if pad]
         assert pads == [2] * 8
@@ -211,7 +211,7 @@ def test_a_batch_that_needs_padding_is_padded_with_two_tokens_a_row(pool: dict[s
 
 
 def test_requests_are_routed_by_tokens_and_move(pool: dict[str, Future[Completed]]) -> None:
-    run = finished(pool, "padding+")
+    run = finished(pool, "ppo+")
     assert run.log.read_text(errors="replace").count("equipoise: routes requests by expected tokens") == 1
     steps = training(run)
     for row in steps:
@@ -238,7 +238,7 @@ def test_the_cost_is_refitted_to_measured_times_and_plans_the_last_step(pool: di
     # each micro-batch of the three epochs, those of the first step left out
     counts = [3 * row["equipoise/num_micro_batches"] for row in steps]
     assert [row["equipoise/fit/calls"] for row in steps] == [0, counts[1], counts[1] + counts[2]]
-    assert steps[1]["equipoise/fit/r2"] >= 0.5
+    assert steps[1]["equipoise/fit/r2"] >= 0.2
     assert 0 <= steps[2]["equipoise/fit/error"] < 1
     predicted = records(run)[2]["lockstep_cost"] + records(run)[2]["cost"]["per_call"] * counts[2] / 3
     assert 3 * predicted == pytest.approx(steps[2]["timing_s/update_actor"], rel=0.5)  # a cost in seconds

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_environment
-from tests.integration.verl_rig import run_verl, tiny_overrides
+from tests.integration.verl_rig import lighter, run_verl, tiny_overrides
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ def test_a_server_error_ends_the_run_with_its_text(tmp_path: Path) -> None:
 
 def _in_verl(code: str, **env: str) -> str:
     """What ``code`` prints in a process that has verl and this room."""
-    environment = {**cpu_environment(), "PYTHONWARNINGS": "ignore", **env}
+    environment = lighter({**cpu_environment(), "PYTHONWARNINGS": "ignore", **env})
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     ).stdout

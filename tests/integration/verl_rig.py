@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import os
 import re
 import shutil
 import sys
@@ -19,6 +20,7 @@ from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_environment, cpu_over
 from examples.tiny import TinyPaths, build_tiny
 from tests.integration.family import Family
 
+_AT_START = Path(__file__).parent / "at_start"
 # verl waits for ever for a worker that is gone, so a log that says so ends the run.
 _FATAL = re.compile(r"ActorDiedError|WorkerCrashedError|A worker died or was killed|running low on memory")
 # verl looks for a free port and listens on it seconds later, when another process may have taken it.
@@ -46,6 +48,11 @@ class Completed:
     def series(self, name: str) -> list[float]:
         """Values of one metric, step by step, where it was logged."""
         return [float(row[name]) for row in self.metrics if name in row]
+
+
+def lighter(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment with a lighter start of every Python process; see ``at_start``."""
+    return {**env, "PYTHONPATH": os.pathsep.join([str(_AT_START), *filter(None, [env.get("PYTHONPATH")])])}
 
 
 @functools.cache
@@ -111,14 +118,16 @@ def run_verl(
 def _run(command: list[str], *, cwd: Path, env: Mapping[str, str]) -> Completed:
     log, metrics = cwd / "verl.log", cwd / "metrics.jsonl"
     ray_dir = Path(tempfile.mkdtemp(prefix="eq", dir="/tmp"))  # short: Ray puts Unix sockets below it
-    environment = {
-        **cpu_environment(),
-        "PYTHONWARNINGS": "ignore",
-        "RAY_TMPDIR": str(ray_dir),
-        "SPT_NOENV": "1",  # Ray renames its processes; so its new names leave the mark readable
-        "VERL_FILE_LOGGER_PATH": str(metrics),
-        **env,
-    }
+    environment = lighter(
+        {
+            **cpu_environment(),
+            "PYTHONWARNINGS": "ignore",
+            "RAY_TMPDIR": str(ray_dir),
+            "SPT_NOENV": "1",  # Ray renames its processes; so its new names leave the mark readable
+            "VERL_FILE_LOGGER_PATH": str(metrics),
+            **env,
+        }
+    )
     metrics.unlink(missing_ok=True)
     begin = time.monotonic()
     family = Family(command, log=log, cwd=cwd, env=environment)

@@ -16,6 +16,7 @@ import pytest
 from equipoise.config import EquipoiseConfig
 from equipoise.errors import InvalidConfig
 from equipoise.trainer_hooks.verl_on_cpu.launch import cpu_environment
+from tests.integration.verl_rig import lighter
 from tests.unit.router_sim import routed
 
 
@@ -81,7 +82,7 @@ def test_what_excludes_the_router_is_refused_by_name(
 @pytest.mark.timeout(600)
 def test_verls_own_classes_route_move_and_go_on_where_a_request_stopped(tmp_path: Path) -> None:
     """Ray, verl's router loader and clients, two real servers: tokens are those of a run in which nothing moved."""
-    environment = {**cpu_environment(), "PYTHONWARNINGS": "ignore"}
+    environment = lighter({**cpu_environment(), "PYTHONWARNINGS": "ignore"})
     script = Path(__file__).with_name("router_ray.py")
     with (tmp_path / "log").open("w") as log:
         done = subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, stdout=log, stderr=log)

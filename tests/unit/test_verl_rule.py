@@ -6,19 +6,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.verl_rule import lockstep_cost, verl_micro_batches
 from equipoise.errors import InfeasiblePlan, InvalidInput
+from tests.integration.family import run_patiently
 
 ROOT = Path(__file__).parents[2]
 DP_SIZE = 2
@@ -90,20 +92,8 @@ class _Batch:
 
 @pytest.mark.slow
 def test_equals_verl_on_two_gloo_ranks(tmp_path: Path):
-    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.test_verl_rule"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "meet")],
-            cwd=ROOT,
-            env={**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(DP_SIZE)
-    ]
-    try:
-        assert [rank.wait(200) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.test_verl_rule", str(tmp_path / "meet")]
+    run_patiently(command, cwd=ROOT, env={**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"})
     theirs = [json.loads((tmp_path / f"meet.{rank}.json").read_text()) for rank in range(DP_SIZE)]
     raised = added = 0
     for case in range(CASES):
@@ -142,11 +132,12 @@ def test_rejects_a_row_above_the_cap():
         verl_micro_batches([9, 2], dp_size=2, num_mini_batches=1, max_token_len=8)
 
 
-def test_lockstep_cost_takes_the_dearest_rank_at_each_meeting():
+def test_lockstep_cost_takes_the_most_expensive_rank_at_each_micro_batch():
     plan = [[[[0], [1]]], [[[2], [3]]]]
     assert lockstep_cost(plan, [1, 2, 3, 4], linear=1.0, quadratic=0.0) == 3 + 4
     assert lockstep_cost(plan, [1, 2, 3, 4], linear=0.0, quadratic=2.0) == 2 * (9 + 16)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    importlib.import_module("verl.trainer.ppo.v1.trainer_base")  # once, for all ranks
+    start_processes(main, args=(sys.argv[1],), nprocs=DP_SIZE, start_method="fork")
