@@ -1,4 +1,4 @@
-"""Engines that run a plan: forward, loss and backward of micro-batches, by name from a registry."""
+"""Engines that run a plan: forward, loss and backward for each micro-batch; found by name in a registry."""
 
 from equipoise.training.engine.base import BaseEngine, EngineOutput, LossFunction, PassOptions
 from equipoise.training.engine.config import EngineConfig, OptimizerConfig

@@ -1,4 +1,4 @@
-"""The arithmetic of attention over packed rows: a kernel of variable lengths, or one sequence at a time."""
+"""Attention over packed rows: a variable-length kernel, or one sequence at a time."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
@@ -16,14 +16,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 LARGEST_HEAD = 256
-"""Head dimension up to which flash kernels go."""
+"""The largest head dimension that flash kernels support."""
 BLOCK = 512
-"""Queries at a time where a mask is needed: it holds at most this many rows."""
+"""Queries per block if a mask is needed, which bounds the mask's rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What varies from layer to layer: scale of the scores, tokens that are seen, cap of the scores."""
+    """What varies by layer: scale of the scores, sliding window, cap on the scores."""
 
     scaling: float | None = None
     window: int | None = None
@@ -34,7 +34,7 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "tuple[int, ...]", 
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors in the type of the autocast context, if any: rotary embeddings leave queries and keys in float32.
+    """Cast to the dtype of the autocast context, if any: rotary embeddings leave queries and keys in float32.
 
     >>> with torch.autocast("cpu", dtype=torch.bfloat16):
     ...     [x.dtype for x in autocast(torch.zeros(1), torch.zeros(1, dtype=torch.float64))]
@@ -56,9 +56,9 @@ def varlen(
     Args:
         query: ``(num_heads, tokens, head_dim)``.
         key: ``(num_kv_heads, tokens, head_dim)``.
-        value: likewise.
+        value: like ``key``.
         lengths: tokens of each sequence.
-        options: of the layer.
+        options: those of the layer.
 
     Returns:
         ``(tokens, num_heads, head_dim)``.
@@ -74,7 +74,7 @@ def varlen(
 
 @functools.cache
 def _kernel(softcap: bool) -> Kernel:
-    """The best kernel that is installed."""
+    """The best installed kernel."""
     if importlib.util.find_spec("flash_attn") is not None:
         return _flash_attn
     if not softcap and importlib.util.find_spec("torch.nn.attention.varlen") is not None:
@@ -88,14 +88,14 @@ def _kernel(softcap: bool) -> Kernel:
 def one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], options: Options
 ) -> torch.Tensor:
-    """:func:`varlen` on any device and type."""
+    """:func:`varlen` for any device and dtype."""
     parts = zip(*(x[None].split(list(lengths), dim=2) for x in (query, key, value)), strict=True)
     out = torch.cat([_causal(q, k, v, options) for q, k, v in parts], dim=2)
     return out[0].transpose(0, 1).contiguous()
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
-    """One sequence, ``(1, heads, tokens, head_dim)``; masks hold a block of queries and the keys that it sees."""
+    """One sequence, ``(1, heads, tokens, head_dim)``; a mask covers a block of queries and their visible keys."""
     length, window = q.shape[2], options.window
     if window is None or window >= length:
         window = length
@@ -120,7 +120,7 @@ def attend(
     *,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Attention ``(batch, num_heads, tokens, head_dim)`` under a mask, with grouped heads and the cap on scores."""
+    """Attention ``(batch, num_heads, tokens, head_dim)`` under a mask, with grouped heads and a cap on scores."""
     grouped = query.shape[1] != key.shape[1]
     if options.softcap is None:
         return scaled_dot_product_attention(
@@ -140,7 +140,7 @@ def attend(
 
 @functools.lru_cache(maxsize=8)
 def _edges(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Copied to the device once for all layers; made outside of inference mode, as backward may keep it."""
+    """Copied to the device once for all layers, outside inference mode because backward may keep it."""
     with torch.inference_mode(False):
         return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 

@@ -1,4 +1,4 @@
-"""What is asked of micro-batches, and how ranks agree on their number: in one collective, which carries errors too."""
+"""The requested micro-batches, and how ranks agree on their number in one collective, which also carries errors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from equipoise.errors import InfeasiblePlan, InvalidInput, must, nearest
 from equipoise.together import gather_numbers
 
 CAP = "max_token_len (max_token_len_per_gpu of an engine, × sp_size)"
-"""The settings behind the cap, for errors."""
+"""The settings that determine the cap, for errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What is asked of the micro-batches, the same on all ranks."""
+    """The requested micro-batches, the same on all ranks."""
 
     cap: int | None
     rows: int | None
@@ -41,10 +41,10 @@ class Ask:
         on_shortage: str,
         oversize: str,
     ) -> Ask:
-        """The arguments of :func:`equipoise.prepare_micro_batches`, checked.
+        """Check the arguments of :func:`equipoise.prepare_micro_batches`.
 
         Raises:
-            InvalidInput: one breaks its rule, or two exclude each other.
+            InvalidInput: an argument breaks its rule, or two of them conflict.
         """
         for field, value in (("max_token_len", max_token_len), ("micro_batch_size", micro_batch_size)):
             if value is not None:
@@ -54,7 +54,7 @@ class Ask:
             if max_token_len is None
             else int(max_token_len) * positive("sp_size", sp_size, "use 1 without it"),
             rows=micro_batch_size,
-            together=positive("force_group_size", force_group_size, "use 1 for rows that may part"),
+            together=positive("force_group_size", force_group_size, "use 1 for rows that may be separated"),
             multiple=positive("multiple", multiple, "use 1 for any count"),
             least=positive("min_micro_batches", min_micro_batches, "use 1 for as few as fit"),
             fill=_choice("on_shortage", on_shortage, ("error", "zero_weight")) == "zero_weight",
@@ -75,12 +75,12 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What one rank has to say before any rank may go on.
+    """What a rank tells the others before any of them continues.
 
     Attributes:
         count: micro-batches that its rows need.
         most: micro-batches that its rows can fill.
-        settings: checksum of what it was asked for.
+        settings: checksum of the request.
     """
 
     count: int
@@ -89,7 +89,7 @@ class Need:
 
 
 def checksum(*settings: Any) -> int:
-    """A number that is the same on every rank if the settings are."""
+    """A checksum of settings, to compare them between ranks."""
     return zlib.crc32(repr(settings).encode())
 
 
@@ -97,10 +97,10 @@ def agree(part: Callable[[], Need], group: Any) -> list[Need]:
     """The needs of all ranks of ``group``, by rank; one all-gather, none for a single rank.
 
     Raises:
-        InvalidInput: settings that differ.
-        EquipoiseError: what ``part`` raised on any rank; on every rank.
+        InvalidInput: settings differ.
+        EquipoiseError: ``part`` raised it on some rank; raised on every rank.
     """
-    rows = gather_numbers(lambda: astuple(part()), count=3, group=group, doing="cutting rows into micro-batches")
+    rows = gather_numbers(lambda: astuple(part()), count=3, group=group, doing="splitting rows into micro-batches")
     needs = [Need(count=count, most=most, settings=settings) for count, most, settings in rows]
     others = [rank for rank, need in enumerate(needs) if need.settings != needs[0].settings]
     if others:
@@ -113,7 +113,7 @@ def raise_shortage(needs: list[Need], count: int, *, multiple: int) -> None:
     """Raise if a rank cannot fill ``count`` micro-batches.
 
     Raises:
-        InfeasiblePlan: names the rank, on every rank.
+        InfeasiblePlan: it cannot; names the rank, on every rank.
     """
     for rank, need in enumerate(needs):
         if need.most < count:

@@ -1,7 +1,7 @@
 r"""Attention over packed rows, through transformers' attention interface.
 
-Sequences of lengths :math:`L_1, \dots, L_k` stand one after the other in one row; each attends to itself alone, at the
-cost of :math:`\sum_i L_i^2` scores. No mask is built: what a model passes on as its mask is a :class:`PackedRows`.
+Sequences of lengths :math:`L_1, \dots, L_k` are concatenated in one row; each attends only to itself, which costs
+:math:`\sum_i L_i^2` scores. No mask is built: in its place, a model passes on a :class:`PackedRows`.
 
 >>> import transformers
 >>> config = transformers.LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
@@ -35,16 +35,16 @@ from equipoise.errors import InvalidInput, must
 from equipoise.training.engine import _kernels
 
 NAME = "equipoise_packed"
-"""Value of ``attn_implementation`` once :func:`register` has run."""
+"""The ``attn_implementation`` after :func:`register`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """Where the sequences of a packed row lie.
+    """The sequences of a packed row.
 
     Args:
         lengths: tokens of each sequence, in order; at least 1 each.
-        stated: whether the caller said so (:func:`packed`), rather than its position ids.
+        stated: whether they come from :func:`packed` instead of position ids.
     """
 
     lengths: tuple[int, ...]
@@ -58,7 +58,7 @@ class PackedRows:
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor | Sequence[int]) -> PackedRows:
-        """From edges in tokens, ``(sequences + 1,)``, the first 0.
+        """From boundaries in tokens, ``(sequences + 1,)``, starting with 0.
 
         >>> PackedRows.of([0, 3, 5]).lengths
         (3, 2)
@@ -71,7 +71,7 @@ class PackedRows:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the model is called with on this rank."""
+        """Tokens in the model call on this rank."""
         return sum(self.lengths)
 
 
@@ -79,7 +79,7 @@ _current: ContextVar[PackedRows | None] = ContextVar("equipoise_packed_rows", de
 
 
 def register() -> str:
-    """Make the attention known to transformers, and return its name; a second call changes nothing."""
+    """Register the attention with transformers and return its name; a second call changes nothing."""
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, packed_mask)
     return NAME
@@ -87,13 +87,13 @@ def register() -> str:
 
 @contextlib.contextmanager
 def packed(cu_seqlens: torch.Tensor | Sequence[int] | PackedRows) -> Generator[PackedRows]:
-    """Within it, models are called with one row that holds these sequences.
+    """A context in which models are called with one row that holds these sequences.
 
-    The edges are read once (one wait for the device, where they are a tensor on one). They travel to the layers in
-    place of the mask, so that gradient checkpointing finds them again after the context is left.
+    The boundaries are read once (one synchronization if they are on a device). They travel to the layers in place of
+    the mask, so that gradient checkpointing still finds them after the context ends.
 
     Args:
-        cu_seqlens: edges in tokens, ``(sequences + 1,)``, from 0 to the tokens of the row.
+        cu_seqlens: boundaries in tokens, ``(sequences + 1,)``, from 0 to the tokens of the row.
     """
     rows = cu_seqlens if isinstance(cu_seqlens, PackedRows) else PackedRows.of(cu_seqlens)
     token = _current.set(rows)
@@ -104,13 +104,13 @@ def packed(cu_seqlens: torch.Tensor | Sequence[int] | PackedRows) -> Generator[P
 
 
 def packed_mask(**kwargs: Any) -> torch.Tensor | PackedRows | None:
-    """What layers get as their mask: the packed rows; None for plain causal; else the dense mask of ``sdpa``.
+    """The mask for layers: the packed rows, None for plain causal attention, or the dense mask of ``sdpa``.
 
-    Outside of :func:`packed`, the rows are those that transformers finds in ``position_ids``. Padding, a cache that
-    already holds tokens and tokens that see later ones (images) are served by the dense mask.
+    Outside :func:`packed`, transformers finds the rows in ``position_ids``. The dense mask handles padding, a non-empty
+    cache and tokens that see later ones (images).
 
     Raises:
-        InvalidInput: within :func:`packed`, whatever does not go with packed rows.
+        InvalidInput: within :func:`packed`, anything that packed rows do not support.
     """
     rows = _current.get()
     if rows is not None:
@@ -124,7 +124,7 @@ def packed_mask(**kwargs: Any) -> torch.Tensor | PackedRows | None:
     rows = _rows_of(kwargs)
     if rows is None:
         return sdpa_mask(**kwargs)
-    # Where it is called with a cache, transformers does not look for sequences: the layers still do.
+    # With a cache, transformers does not look for sequences, but the layers do.
     return rows if len(rows.lengths) > kwargs["batch_size"] else None
 
 
@@ -149,7 +149,7 @@ def _chunk(config: Any) -> int | None:
 
 
 def _rows_of(kwargs: dict[str, Any]) -> PackedRows | None:
-    """Rows told by the mask's own rule, read beside its diagonal; None if a token may see the next one."""
+    """Rows according to the mask function just below its diagonal; None if a token may see the next one."""
     rule, device = kwargs["mask_function"], kwargs.get("device", "cpu")
     batch, length = kwargs["batch_size"], kwargs["q_length"]
     row = torch.arange(batch, device=device)[:, None]
@@ -187,27 +187,27 @@ def packed_attention(
     .. math:: \operatorname{softmax}_{j}\bigl(\operatorname{cap}(s\, q_i \cdot k_j)\bigr)\, v_j,
         \quad j \le i, \quad j > i - w, \quad j \text{ in the sequence of } i
 
-    Half precision on a GPU goes to ``flash_attn`` if it is installed, else to ``torch.nn.attention.varlen``; all else
-    goes to ``scaled_dot_product_attention``, one sequence at a time.
+    Half precision on a GPU uses ``flash_attn`` if it is installed, else ``torch.nn.attention.varlen``; everything else
+    uses ``scaled_dot_product_attention``, one sequence at a time.
 
     Args:
-        module: attention layer; not causal ones are refused.
+        module: attention layer; must be causal.
         query: ``(batch, num_heads, tokens, head_dim)``.
         key: ``(batch, num_kv_heads, tokens, head_dim)``; heads are shared in groups.
-        value: likewise.
-        attention_mask: packed rows, a dense mask, or None where ``cu_seq_lens_q`` or ``position_ids`` tell the rows.
+        value: like ``key``.
+        attention_mask: packed rows, a dense mask, or None if ``cu_seq_lens_q`` or ``position_ids`` define the rows.
         dropout: must be 0.
         scaling: :math:`s`; 1/√head_dim if None.
-        sliding_window: :math:`w` tokens that each token sees, itself among them.
+        sliding_window: :math:`w` tokens that each token sees, including itself.
         softcap: :math:`c` of :math:`\operatorname{cap}(x) = c \tanh(x / c)` (Gemma 2, arXiv 2408.00118).
-        is_causal: overrides that of ``module``.
-        **kwargs: of the interface.
+        is_causal: overrides the attribute of ``module``.
+        **kwargs: other arguments of the interface.
 
     Returns:
         ``(batch, tokens, num_heads, head_dim)``, and None for the scores.
 
     Raises:
-        InvalidInput: dropout, attention sinks or position biases, which are not computed here; rows that do not fit.
+        InvalidInput: dropout, attention sinks or position biases, which are not supported; or rows that do not match.
     """
     if dropout:
         raise InvalidInput(must("attention_dropout", "be 0", dropout, "set it to 0 in the model's config"))
@@ -231,7 +231,7 @@ def packed_attention(
 
 
 def _decodes(query: torch.Tensor, key: torch.Tensor, causal: bool) -> bool:
-    """Whether no mask means that every token sees every other."""
+    """Whether no mask means full attention."""
     if query.shape[2] != key.shape[2] and query.shape[2] > 1 and causal:
         remedy = "empty the cache, or pass a mask"
         raise InvalidInput(must("key", f"hold {query.shape[2]} tokens without a mask", key.shape[2], remedy))
@@ -239,7 +239,7 @@ def _decodes(query: torch.Tensor, key: torch.Tensor, causal: bool) -> bool:
 
 
 def _rows_for(query: torch.Tensor, rows: PackedRows | None, kwargs: dict[str, Any]) -> PackedRows:
-    """The caller's rows, else those of ``cu_seq_lens_q``, else those of the positions, else whole rows."""
+    """Rows from the caller, from ``cu_seq_lens_q`` or from the positions, in that order; else whole rows."""
     batch, _, tokens, _ = query.shape
     edges: torch.Tensor | None = kwargs.get("cu_seq_lens_q")
     if edges is not None:

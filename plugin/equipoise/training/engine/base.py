@@ -1,4 +1,4 @@
-"""What every engine does, whatever it runs on: the life cycle, one pass over a batch, one optimizer step."""
+"""The interface of every engine: life cycle, a pass over a batch, an optimizer step."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from equipoise.training.loss.metrics import AnyMetric
 LossFunction = Callable[[dict[str, torch.Tensor], TensorDict, Any], tuple[torch.Tensor, Mapping[str, AnyMetric]]]
 """``(model_output, micro_batch, dp_group) -> (loss, metrics)``.
 
-The outputs are jagged like the micro-batch's ``input_ids``; a value at token t is of the distribution that t was drawn
-from, 0 at the first token of a row. The loss is this micro-batch's share times the data-parallel size
-(:func:`equipoise.agg_loss` with ``dp_size`` and global counts), since the engine averages gradients over ranks.
+The outputs are jagged like the micro-batch's ``input_ids``; ``log_probs[t]`` scores token t and is 0 at the first token
+of a row. The loss is this micro-batch's share times the data-parallel size (:func:`equipoise.agg_loss` with ``dp_size``
+and global counts), because the engine averages gradients over ranks.
 """
 
 
 class WrongState(EquipoiseError, RuntimeError):
-    """A method was called out of its turn."""
+    """A method was called in the wrong state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassOptions:
-    """How one batch is run.
+    """How to run a batch.
 
     Args:
-        plan: where micro-batches come from; no collective then. None: by the engine's cap or fixed rows.
-        mini_batch: which optimizer step of the plan the rows are; None for all the rank's rows.
-        temperature: logits are divided by it.
+        plan: source of the micro-batches, without a collective. None: use the engine's cap or fixed rows.
+        mini_batch: the optimizer step of the plan that the rows belong to; None for all the rank's rows.
+        temperature: divisor of the logits.
         with_entropy: also output the entropy of each distribution.
-        max_token_len_per_gpu: cap in place of the engine's settings, for this pass.
-        micro_batch_size_per_gpu: fixed rows in place of the engine's settings, for this pass.
+        max_token_len_per_gpu: cap for this pass, instead of the engine's settings.
+        micro_batch_size_per_gpu: fixed rows for this pass, instead of the engine's settings.
     """
 
     plan: StepPlan | None = None
@@ -60,14 +60,14 @@ class PassOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineOutput:
-    """What one batch gave.
+    """The result of a batch.
 
     Attributes:
-        loss: of the whole mini-batch, the same on every rank; None without a loss function.
-        metrics: this rank's, merged over its micro-batches; ``reduce_metrics`` merges them over ranks.
-        model_output: jagged columns ("log_probs", "entropy" or "values"), rows as in the batch.
-        grad_norm: global norm before clipping; None where nothing was trained.
-        stepped: False where the optimizer step was skipped.
+        loss: loss of the whole mini-batch, the same on every rank; None without a loss function.
+        metrics: this rank's metrics, merged over its micro-batches; ``reduce_metrics`` merges them over ranks.
+        model_output: jagged columns ("log_probs", "entropy" or "values"), in the batch's row order.
+        grad_norm: global norm before clipping; None without training.
+        stepped: False if the optimizer step was skipped.
     """
 
     loss: float | None
@@ -78,14 +78,14 @@ class EngineOutput:
 
 
 class BaseEngine(ABC):
-    """A model, its optimizer, and how a batch goes through them on this rank.
+    """A model and its optimizer on this rank.
 
-    ``initialize`` comes first; ``train_batch`` runs within ``train_mode``, ``infer_batch`` within either mode. Data are
+    Call ``initialize`` first; ``train_batch`` runs within ``train_mode``, ``infer_batch`` within either mode. Data are
     this rank's rows: a TensorDict with jagged ``input_ids`` and what the loss function needs.
 
     Args:
-        config: its settings.
-        model: path, configuration or module, as the engine takes it.
+        config: the engine's settings.
+        model: path, configuration or module, as the engine accepts.
     """
 
     def __init__(self, config: EngineConfig, model: Any) -> None:
@@ -96,7 +96,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def initialize(self) -> None:
-        """Make model, optimizer and groups. Every rank calls it."""
+        """Build model, optimizer and groups; every rank must call it."""
 
     @abstractmethod
     def to(self, device: str | torch.device, *, model: bool = True, optimizer: bool = True) -> None:
@@ -104,18 +104,18 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def set_training(self, training: bool) -> None:
-        """Switch dropout and the like on or off."""
+        """Switch between training and evaluation behavior, such as dropout."""
 
     @property
     @abstractmethod
     def compute_device(self) -> torch.device:
-        """Where forward and backward run."""
+        """The device of forward and backward."""
 
     @abstractmethod
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False, **options: Any
     ) -> EngineOutput:
-        """Run all micro-batches of ``data``; gradients add up and, after the last, are those of the whole mini-batch.
+        """Run all micro-batches of ``data``; after the last one, gradients are those of the whole mini-batch.
 
         Args:
             data: this rank's rows.
@@ -130,7 +130,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def optimizer_step(self) -> float:
-        """Clip and step; skip, warn and count it in ``num_skipped_steps`` where there is nothing sound to learn from.
+        """Clip and step, or skip the step with a warning and count it in ``num_skipped_steps``.
 
         Returns:
             Global gradient norm before clipping.
@@ -138,15 +138,15 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:
-        """Go on to the next learning rate and return it."""
+        """Advance the learning-rate schedule and return the new rate."""
 
     @abstractmethod
     def get_data_parallel_size(self) -> int:
-        """Number of ranks that hold different rows."""
+        """Number of ranks with different rows."""
 
     @abstractmethod
     def get_data_parallel_rank(self) -> int:
-        """Number of this rank among them."""
+        """Index of this rank among them."""
 
     @abstractmethod
     def get_data_parallel_group(self) -> Any:
@@ -158,7 +158,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_per_tensor_param(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Full tensors one by one, by the names that HF checkpoints use. Every rank must take all of them."""
+        """Full tensors one by one, under the names of HF checkpoints; every rank must consume all of them."""
 
     @abstractmethod
     def save_checkpoint(
@@ -169,29 +169,29 @@ class BaseEngine(ABC):
         max_ckpt_to_keep: int | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Save model, optimizer, schedule and ``extra``; every rank calls it. A killed save harms no earlier one."""
+        """Save model, optimizer, schedule and ``extra``; every rank must call it. A killed save harms nothing."""
 
     @abstractmethod
     def load_checkpoint(self, local_path: str | Path, *, global_step: int | None = None) -> dict[str, Any]:
-        """Load the latest complete checkpoint, or that of a step, and return its ``extra``."""
+        """Load the latest complete checkpoint, or the one of a step, and return its ``extra``."""
 
     @contextmanager
     def train_mode(self) -> Generator[None, None, None]:
-        """Training within the block; offloaded parameters and optimizer states are on the device there."""
+        """Context for training; offloaded parameters and optimizer states are on the device within it."""
         with self._mode("train"):
             yield
 
     @contextmanager
     def eval_mode(self) -> Generator[None, None, None]:
-        """Inference within the block; offloaded parameters are on the device there."""
+        """Context for inference; offloaded parameters are on the device within it."""
         with self._mode("eval"), torch.no_grad():
             yield
 
     def train_batch(self, data: TensorDict, loss_function: LossFunction, **options: Any) -> EngineOutput:
-        """One optimizer step on the rows of one mini-batch.
+        """Run one optimizer step on the rows of one mini-batch.
 
         Args:
-            data: this rank's rows; with a plan in its dispatch order (``plan.rank_rows(rank)``).
+            data: this rank's rows; with a plan, in its dispatch order (``plan.rank_rows(rank)``).
             loss_function: see :data:`LossFunction`.
             **options: fields of :class:`PassOptions`.
 
@@ -206,7 +206,7 @@ class BaseEngine(ABC):
         return replace(output, grad_norm=grad_norm, stepped=self.num_skipped_steps == skipped)
 
     def infer_batch(self, data: TensorDict, loss_function: LossFunction | None = None, **options: Any) -> EngineOutput:
-        """Outputs of the rows, and their loss if there is a function for it; no gradients.
+        """Compute outputs without gradients, and the loss if there is a loss function.
 
         Args:
             data: this rank's rows.

@@ -1,9 +1,9 @@
-"""Checkpoints that a killed process cannot harm.
+"""Checkpoints that survive a killed process.
 
-A save goes to a hidden folder, is flushed to disk, read back and renamed; only then does the file ``latest`` change, by
-a rename too. Until that, ``latest`` names the one before, which is removed last. The format is that of
-``torch.distributed.checkpoint``: any engine and any number of ranks loads what another saved. That format holds pickles
-(its metadata and what is no tensor): load only what you trust. ``extra`` is read without running code.
+A checkpoint is written to a hidden folder, flushed to disk, read back and renamed; only then does the file ``latest``
+change, also by a rename. Until then, ``latest`` names the previous checkpoint, which is removed last. The format is
+that of ``torch.distributed.checkpoint``, so any engine loads it on any number of ranks. It contains pickles (metadata
+and non-tensors), so load only checkpoints that you trust; ``extra`` is read without running code.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -28,7 +28,7 @@ from equipoise.errors import EquipoiseError, InvalidInput, must
 from equipoise.together import RankFailed, gather_numbers, together
 
 LATEST = "latest"
-"""File that names the folder of the last complete checkpoint."""
+"""Name of the file that points to the last complete checkpoint."""
 _EXTRA = "extra.pt"
 _NAME = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype)
@@ -36,7 +36,7 @@ _NESTED = (list, tuple, set, dict, OrderedDict)
 
 
 class CheckpointError(EquipoiseError, RuntimeError):
-    """A checkpoint could not be written or read; earlier ones are as they were."""
+    """A checkpoint could not be written or read; earlier ones are unchanged."""
 
 
 def save(
@@ -52,18 +52,18 @@ def save(
 
     Args:
         folder: on a disk that all ranks see.
-        state: gives tensors and plain values, nested; sharded tensors are saved shard by shard.
-        step: number in the name; a second save of one step gets a name of its own.
+        state: returns nested tensors and plain values; sharded tensors are saved shard by shard.
+        step: number in the name; saving a step again gets a new name.
         counters: the engine's own plain values.
-        extra: the caller's plain values and tensors, nested in lists, tuples, sets and dictionaries; those of rank 0.
-        keep: how many of the newest checkpoints stay; None for all.
+        extra: rank 0's plain values and tensors, nested in lists, tuples, sets and dictionaries.
+        keep: how many of the newest checkpoints to keep; None for all.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: on every rank, whichever could not write.
-        InvalidInput: ``step`` or ``keep`` breaks its rule, or ``extra`` holds what could not be loaded again.
+        CheckpointError: a rank could not write; raised on every rank.
+        InvalidInput: ``step`` or ``keep`` breaks its rule, or ``extra`` has values that could not be loaded again.
     """
     root = Path(folder)
     draft = root / f".draft_step_{step:08d}" if is_whole(step) else root
@@ -86,8 +86,8 @@ def save(
             read_extra(draft)
         return state()
 
-    found = _voted(prepare, doing=f"beginning a checkpoint in {root}")
-    # What a rank cannot write is raised on all by torch, as one kind of error.
+    found = _voted(prepare, doing=f"starting a checkpoint in {root}")
+    # torch raises a rank's write error on all ranks, as one kind of error.
     try:
         dcp.save(found, storage_writer=dcp.FileSystemWriter(draft, sync_files=True))
     except dcp.CheckpointException as error:
@@ -99,7 +99,7 @@ def save(
 
 
 def _publish(root: Path, draft: Path, step: int, keep: int | None) -> None:
-    """Give a complete draft its name, point ``latest`` at it, and remove old ones."""
+    """Rename a complete draft, point ``latest`` at it, and remove old checkpoints."""
     _flush_folder(draft)
     dcp.FileSystemReader(draft).read_metadata()
     final = _free_name(root, step)
@@ -128,11 +128,11 @@ def find(folder: str | Path, step: int | None = None) -> Path:
     if step is None:
         found = _latest(root)
         if found.name not in there:
-            raise CheckpointError(f"{root / LATEST} names {found.name!r}, which is gone; there is: {there}")
+            raise CheckpointError(f"{root / LATEST} names {found.name!r}, which does not exist; there are: {there}")
         return found
     named = [path for path in _complete(root) if _key(path)[0] == step]
     if not named:
-        raise CheckpointError(f"{root} holds no complete checkpoint of step {step}; there is: {there}")
+        raise CheckpointError(f"{root} has no complete checkpoint of step {step}; there are: {there}")
     return named[-1]
 
 
@@ -146,16 +146,16 @@ def load(
     """Load a checkpoint on all ranks: the latest, or the newest of ``step``.
 
     Args:
-        folder: as it was given to :func:`save`.
-        step: of the checkpoint; None for the latest.
-        state: gives what is to be filled, from the counters.
-        use: takes the filled state, and the counters.
+        folder: as passed to :func:`save`.
+        step: step of the checkpoint; None for the latest.
+        state: returns the state to fill, given the counters.
+        use: receives the filled state and the counters.
 
     Returns:
-        ``extra``, as it was saved.
+        ``extra`` as saved.
 
     Raises:
-        CheckpointError: there is none, the ranks see different ones, or it lacks a part of the state; on all ranks.
+        CheckpointError: there is none, ranks see different ones, or it lacks a part of the state; raised on all ranks.
     """
     found: list[tuple[Path, dict[str, Any], dict[str, Any]]] = []
 
@@ -183,15 +183,15 @@ def read_extra(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_loadable(field: str, value: object) -> None:
-    """Raise unless ``value`` is made of what ``torch.load`` reads without running code: exactly these types.
+    """Raise unless ``value`` consists of exactly the types that ``torch.load`` reads without running code.
 
     Raises:
         InvalidInput: names the place in ``extra``.
     """
     if type(value) not in (*_PLAIN, *_NESTED) or value == b"":  # Python pickles empty bytes as a call
-        rule = "hold plain values, tensors, and lists, tuples, sets and dictionaries of them"
-        remedy = "a numpy array as a tensor, a path as a str; other objects by their numbers"
-        raise InvalidInput(must(field, rule, f"{type(value).__name__} {value!r}"[:80], f"save it otherwise ({remedy})"))
+        rule = "contain plain values, tensors, and lists, tuples, sets and dictionaries of them"
+        remedy = "a numpy array as a tensor, a path as a str, other objects as plain values"
+        raise InvalidInput(must(field, rule, f"{type(value).__name__} {value!r}"[:80], f"convert it ({remedy})"))
     if isinstance(value, dict):
         for key, inner in cast("dict[object, object]", value).items():
             _check_loadable(f"key of {field}", key)
@@ -220,12 +220,12 @@ def _latest(root: Path) -> Path:
     pointer = root / LATEST
     if not pointer.is_file():
         there = [path.name for path in _complete(root)]
-        raise CheckpointError(f"{root} has no file {LATEST!r} that names a complete checkpoint; there is: {there}")
+        raise CheckpointError(f"{root} has no file {LATEST!r} that names a complete checkpoint; there are: {there}")
     return root / pointer.read_text()
 
 
 def _complete(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first; folders of other names are none."""
+    """Complete checkpoints, oldest first; folders with other names are ignored."""
     return sorted((path for path in root.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()), key=_key)
 
 
@@ -236,7 +236,7 @@ def _key(path: Path) -> tuple[int, int]:
 
 
 def _free_name(root: Path, step: int) -> Path:
-    """A save never replaces a folder: between removing the old and renaming the new there would be neither."""
+    """A save never replaces a folder: between removing the old one and renaming the new one, there would be none."""
     again = [_key(path)[1] for path in _complete(root) if _key(path)[0] == step]
     return root / (f"step_{step:08d}" if not again else f"step_{step:08d}.{max(again) + 1}")
 

@@ -1,4 +1,4 @@
-"""The settings of an engine; this dataclass is the one home of their defaults."""
+"""The settings of an engine and the only place for their defaults."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Oversize = Literal["error", "alone"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How weights follow from gradients.
+    """Settings of the optimizer and its schedule.
 
     Args:
         name: "adamw" or "sgd".
-        lr: learning rate at its height.
-        weight_decay: of AdamW, decoupled; of SGD, added to the gradient.
-        betas: of AdamW.
-        eps: of AdamW.
-        momentum: of SGD.
-        max_grad_norm: the global gradient norm is clipped to it; None for no clipping.
+        lr: peak learning rate.
+        weight_decay: decoupled for AdamW, added to the gradient for SGD.
+        betas: AdamW's betas.
+        eps: AdamW's epsilon.
+        momentum: SGD's momentum.
+        max_grad_norm: clip the global gradient norm to this; None for no clipping.
         schedule: "constant", or "linear" or "cosine" from ``lr`` down to ``min_lr_ratio · lr`` at ``total_steps``.
-        warmup_steps: steps in which the rate rises linearly to ``lr``.
-        total_steps: length of the schedule; needed unless constant.
-        min_lr_ratio: where the schedule ends, as a share of ``lr``.
+        warmup_steps: steps of linear warm-up to ``lr``.
+        total_steps: length of the schedule; required unless constant.
+        min_lr_ratio: final learning rate, as a share of ``lr``.
 
     Raises:
         InvalidInput: a value breaks its rule.
@@ -67,7 +67,7 @@ class OptimizerConfig:
             raise InvalidInput(must("total_steps", rule, self.total_steps, "pass the optimizer steps of the run"))
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of optimizer step ``step``, counted from 0.
+        """Learning rate of optimizer step ``step``, counting from 0.
 
         >>> rates = OptimizerConfig(lr=1.0, schedule="linear", warmup_steps=2, total_steps=6)
         >>> [rates.lr_at(step) for step in range(7)]
@@ -84,33 +84,33 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an engine is and how it runs.
+    """Which engine to build and how to run it.
 
     Args:
         model_type: "language_model" (log-probs) or "value_model" (values); more by registration.
         backend: "fsdp2" or "ddp"; more by registration.
-        device: "cpu", "cuda", "npu"; None for what ``EQUIPOISE_DEVICE`` says or is found.
-        vendor: "nvidia", "amd", …; None for what ``EQUIPOISE_VENDOR`` says or is found.
+        device: "cpu", "cuda", "npu"; None for ``EQUIPOISE_DEVICE`` or the detected one.
+        vendor: "nvidia", "amd", …; None for ``EQUIPOISE_VENDOR`` or the detected one.
         max_token_len_per_gpu: token cap of a micro-batch, times ``sp_size``; without a plan.
         micro_batch_size_per_gpu: rows of a micro-batch, instead of the cap; without a plan.
-        sp_size: ranks that share a row's tokens (Ulysses); the data-parallel size is the world over it.
-        force_group_size: neighbouring rows that stay together; it divides ``micro_batch_size_per_gpu``.
-        on_shortage: a rank with fewer rows than micro-batches is an "error" or runs "zero_weight" ones.
-        oversize: a row above the cap is an "error" or a micro-batch of its own ("alone").
-        dtype: of the weights that the optimizer holds.
-        param_dtype: of the weights in forward and backward; None for ``dtype``.
-        reduce_dtype: in which gradients are summed over micro-batches and ranks (fsdp2); None for ``dtype``.
-        gradient_sync: gradients meet at the "last" micro-batch of a step, or at "each" (fsdp2: less memory).
+        sp_size: ranks that share a row's tokens (Ulysses); the data-parallel size is world size ÷ ``sp_size``.
+        force_group_size: neighboring rows that stay together; must divide ``micro_batch_size_per_gpu``.
+        on_shortage: whether a rank with fewer rows than micro-batches is an "error" or runs "zero_weight" ones.
+        oversize: whether a row above the cap is an "error" or its own micro-batch ("alone").
+        dtype: dtype of the optimizer's weights.
+        param_dtype: dtype of the weights in forward and backward; None for ``dtype``.
+        reduce_dtype: dtype of gradient sums over micro-batches and ranks (fsdp2); None for ``dtype``.
+        gradient_sync: reduce gradients at the "last" micro-batch of a step or at "each" (fsdp2: less memory).
         reshard_after_forward: free a block's gathered weights after its forward (fsdp2).
         gradient_checkpointing: recompute activations in the backward.
-        offload_params: weights lie in host memory outside ``train_mode`` and ``eval_mode``.
-        offload_optimizer: optimizer states lie in host memory outside ``train_mode``.
-        log_prob_chunk_tokens: most tokens whose logits are held at once; None for 32 MiB of them on a CPU and 512 MiB
-            elsewhere.
+        offload_params: keep weights in host memory outside ``train_mode`` and ``eval_mode``.
+        offload_optimizer: keep optimizer states in host memory outside ``train_mode``.
+        log_prob_chunk_tokens: the most tokens whose logits exist at once; None for 32 MiB of logits on a CPU and 512
+            MiB elsewhere.
         optimizer: see :class:`OptimizerConfig`; None for an engine that never trains (a reference model).
 
     Raises:
-        InvalidInput: a value breaks its rule, or two exclude each other.
+        InvalidInput: a value breaks its rule, or two settings conflict.
     """
 
     model_type: str = "language_model"
@@ -137,7 +137,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_micro_batches(self.max_token_len_per_gpu, self.micro_batch_size_per_gpu)
         positive("sp_size", self.sp_size, "use 1 without sequence parallelism")
-        together = positive("force_group_size", self.force_group_size, "use 1 for rows that may part")
+        together = positive("force_group_size", self.force_group_size, "use 1 for rows that may be separated")
         if self.micro_batch_size_per_gpu is not None and self.micro_batch_size_per_gpu % together:
             rule = f"be a multiple of force_group_size = {together}"
             raise InvalidInput(must("micro_batch_size_per_gpu", rule, self.micro_batch_size_per_gpu, "count rows"))
@@ -154,7 +154,7 @@ class EngineConfig:
 
 
 def check_micro_batches(max_token_len_per_gpu: int | None, micro_batch_size_per_gpu: int | None) -> None:
-    """Refuse both settings of micro-batches at once, and what is below 1."""
+    """Refuse both micro-batch settings at once, and values below 1."""
     for name, value in (
         ("max_token_len_per_gpu", max_token_len_per_gpu),
         ("micro_batch_size_per_gpu", micro_batch_size_per_gpu),

@@ -20,9 +20,9 @@ _BUCKET_BYTES = 32 * 2**20
 class DDPEngine(TorchEngine):
     """Data parallelism with whole weights.
 
-    Gradients meet in flat buckets at the end of the pass, not by torch's ``DistributedDataParallel``: that one keeps
-    its buckets on the device when weights are offloaded, and hangs where ranks reach different parts of the graph.
-    ``gradient_sync`` and ``reshard_after_forward`` are settings of fsdp2.
+    Gradients are reduced in flat buckets at the end of the pass. torch's ``DistributedDataParallel`` would keep its
+    buckets on the device when weights are offloaded, and hang if ranks reach different parts of the graph.
+    ``gradient_sync`` and ``reshard_after_forward`` only apply to fsdp2.
     """
 
     def _spread(self) -> Any:
@@ -66,7 +66,7 @@ class DDPEngine(TorchEngine):
 
 
 def _buckets(gradients: list[torch.Tensor]) -> Generator[list[torch.Tensor], None, None]:
-    """Runs of neighbours of one type, of at most the bucket's size unless alone."""
+    """Runs of neighbors of one dtype, up to the bucket's size or a single tensor."""
     bucket: list[torch.Tensor] = []
     size = 0
     for gradient in gradients:

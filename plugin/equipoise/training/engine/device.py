@@ -1,4 +1,4 @@
-"""Which device this process computes on, whose it is, and the process group that goes with it."""
+"""The device of this process, its vendor, and the process group for it."""
 
 # pyright: reportPrivateImportUsage=false
 # torch.distributed lists HashStore nowhere.
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from equipoise.errors import InvalidInput, must
 
 DEVICE_VARIABLE = "EQUIPOISE_DEVICE"
-"""Environment variable that overrides the device found: cpu, cuda, npu or any name that an engine is registered for."""
+"""Environment variable that overrides the detected device: cpu, cuda, npu or any name with a registered engine."""
 VENDOR_VARIABLE = "EQUIPOISE_VENDOR"
-"""Environment variable that overrides the vendor found: nvidia, amd, huawei or any name that an engine has."""
+"""Environment variable that overrides the detected vendor: nvidia, amd, huawei or any name with an engine."""
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
 
 def device_name() -> str:
-    """``EQUIPOISE_DEVICE`` if set, else "cuda" or "npu" where there is one, else "cpu"."""
+    """``EQUIPOISE_DEVICE`` if set, else "cuda" or "npu" if available, else "cpu"."""
     asked = os.environ.get(DEVICE_VARIABLE)
     if asked:
         return asked
@@ -32,7 +32,7 @@ def device_name() -> str:
 
 
 def vendor_name(device: str) -> str | None:
-    """``EQUIPOISE_VENDOR`` if set, else whose ``device`` torch was built for; None where it is no one's."""
+    """``EQUIPOISE_VENDOR`` if set, else the vendor that torch was built for; None if there is none."""
     asked = os.environ.get(VENDOR_VARIABLE)
     if asked:
         return asked
@@ -42,10 +42,10 @@ def vendor_name(device: str) -> str | None:
 
 
 def local_device(name: str) -> torch.device:
-    """The device of this process: of several accelerators, the one numbered ``LOCAL_RANK``.
+    """The device of this process: among accelerators, number ``LOCAL_RANK``.
 
     Raises:
-        InvalidInput: this machine has no such device, or fewer of them.
+        InvalidInput: this machine does not have that device.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -63,7 +63,7 @@ def local_device(name: str) -> torch.device:
 
 
 def ensure_process_group(name: str) -> None:
-    """Start torch.distributed where nobody has: from torchrun's environment, else for this process alone."""
+    """Start torch.distributed if necessary, from torchrun's environment or for this process alone."""
     if dist.is_initialized():
         return
     backend = _BACKENDS.get(name)

@@ -20,11 +20,11 @@ from equipoise.training.engine.torch_engine import TorchEngine, same_everywhere
 
 
 class FSDP2Engine(TorchEngine):
-    """Fully sharded data parallelism; ranks that share rows (``sp_size``) shard weights too."""
+    """Fully sharded data parallelism; weights are also sharded over ranks that share rows (``sp_size``)."""
 
     def _spread(self) -> Any:
         first = dist.get_rank() == 0
-        # Rank 0 alone reads the weights; the others get their shards, and buffers that no checkpoint holds, from it.
+        # Only rank 0 reads the weights; it sends the others their shards, and buffers that checkpoints lack.
         module, bare = together(lambda: self._built(first), group=dist.group.WORLD, doing="building the model")
         if not bare:
             return self._sharded(same_everywhere(module, self._device))
@@ -38,7 +38,7 @@ class FSDP2Engine(TorchEngine):
         return module
 
     def _built(self, first: bool) -> tuple[models.AnyModel, bool]:
-        """The module, and whether ranks other than 0 have none of its weights."""
+        """The module, and whether ranks other than 0 lack its weights."""
         bare = dist.get_world_size() > 1 and models.may_be_bare(self.source)
         make = models.bare if bare and not first else models.build
         return make(self.source, self.config), bare
@@ -63,7 +63,7 @@ class FSDP2Engine(TorchEngine):
         self.module.set_is_last_backward(last)
 
     def _free_gathered(self, *, forward_only: bool) -> None:
-        if forward_only:  # after a forward alone, the outermost weights are still gathered
+        if forward_only:  # without a backward, the outermost weights are still gathered
             self.module.reshard()
 
     def _average_gradients(self) -> None:

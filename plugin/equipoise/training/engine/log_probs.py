@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, from hidden states, without logits of the whole row in memory."""
+"""Log-probs of given tokens from hidden states, without holding the logits of a whole row in memory."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # torch's autograd context is typed in part only.
@@ -16,21 +16,21 @@ from equipoise._checks import positive
 from equipoise.errors import InvalidInput, must
 
 IGNORE = -100
-"""The label of a position that predicts nothing: its log-probability is 0 and has no gradient."""
+"""The label of a position without a target: its log-prob is 0 and has no gradient."""
 
 _MIB = 2**20
-_LOGITS_BYTES = {"cpu": 32 * _MIB}  # elsewhere 512 MiB: the units of an accelerator want more tokens at once
-_BLOCK, _BLOCK_BYTES = 64, {"cpu": _MIB}  # what is reduced at once: reductions hold a copy of what they are given
+_LOGITS_BYTES = {"cpu": 32 * _MIB}  # elsewhere 512 MiB: accelerators need more tokens at once
+_BLOCK, _BLOCK_BYTES = 64, {"cpu": _MIB}  # per reduction, because reductions copy their input
 
 
 def next_token_labels(input_ids: torch.Tensor, cu_seqlens: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """The token that each position predicts: the next one of its sequence, :data:`IGNORE` at the last of each.
+    """The token that each position predicts: the next one of its sequence, or :data:`IGNORE` at the end of a sequence.
 
-    Under sequence parallelism, call it before the row is cut: the label of a shard's last token is in the next shard.
+    With sequence parallelism, call it before the row is split: the label of a shard's last token is in the next shard.
 
     Args:
-        input_ids: ``(tokens,)`` or ``(1, tokens)``, sequences packed one after the other.
-        cu_seqlens: ``(sequences + 1,)`` edges in tokens, from 0 to ``tokens``.
+        input_ids: ``(tokens,)`` or ``(1, tokens)``, concatenated sequences.
+        cu_seqlens: ``(sequences + 1,)`` boundaries in tokens, from 0 to ``tokens``.
 
     Returns:
         Labels in the shape of ``input_ids``.
@@ -46,11 +46,11 @@ def next_token_labels(input_ids: torch.Tensor, cu_seqlens: torch.Tensor | Sequen
 
 
 def default_chunk_tokens(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Tokens whose logits, summed in ``dtype``, take 32 MiB on a CPU and 512 MiB elsewhere; at least 1.
+    """Tokens whose logits take 32 MiB on a CPU and 512 MiB elsewhere; at least 1.
 
     Args:
-        vocab: logits of a token.
-        dtype: of the inputs; half-precision ones are summed in float32.
+        vocab: logits per token.
+        dtype: dtype of the inputs; half-precision inputs have float32 logits.
         device: where the logits are.
 
     >>> default_chunk_tokens(49152, torch.bfloat16, torch.device("cpu"))
@@ -71,35 +71,35 @@ def token_log_probs(
     chunk_tokens: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    r"""Log-probability of each label, and the entropy of each distribution.
+    r"""Log-prob of each label, and the entropy of each distribution.
 
     .. math:: z_t = \operatorname{cap}(W h_t + b) / \tau, \quad
         \log p_t = z_{t, y_t} - \operatorname{logsumexp}(z_t), \quad
         H_t = -\sum_v p_{tv} \log p_{tv}, \quad
         \operatorname{cap}(x) = c \tanh(x / c)
 
-    Logits exist for a chunk of tokens at a time, chunks as even as can be. Those of the last one are kept for backward,
-    which begins with it and computes the others again. It differentiates once, in ``hidden``, ``weight`` and ``bias``,
-    through both results. Half-precision inputs are summed in float32, the gradient of ``weight`` over all chunks too.
-    Autocast does not apply: the inputs' types say what is computed in what.
+    Logits exist for one chunk of tokens at a time, in chunks of even size. Those of the last chunk are kept for
+    backward, which starts with it and recomputes the others. ``hidden``, ``weight`` and ``bias`` are differentiable
+    once, through both results. Half-precision inputs are accumulated in float32, including the gradient of ``weight``
+    over all chunks. Autocast does not apply: the inputs' dtypes determine the computation.
 
     Args:
         hidden: ``(tokens, width)``.
         weight: ``(vocab, width)``, a plain tensor.
-        labels: ``(tokens,)`` token ids; :data:`IGNORE` where nothing is predicted.
+        labels: ``(tokens,)`` token ids; :data:`IGNORE` for positions without a target.
         bias: ``(vocab,)``.
         temperature: :math:`\tau > 0`.
         softcap: :math:`c > 0`, the cap on final logits of Gemma 2 (arXiv 2408.00118, section 2); None for no cap.
-        chunk_tokens: most tokens whose logits are held at once; None for :func:`default_chunk_tokens`.
+        chunk_tokens: the most tokens whose logits exist at once; None for :func:`default_chunk_tokens`.
         with_entropy: also compute the entropy.
 
     Returns:
-        Log-probabilities ``(tokens,)`` and entropies ``(tokens,)`` in nats, or None; float32 for half-precision inputs,
-        else their own type.
+        Log-probs ``(tokens,)`` and entropies ``(tokens,)``, or None, in nats; float32 for half-precision inputs, else
+        their dtype.
 
     Raises:
-        InvalidInput: shapes that do not fit, a sharded weight, labels outside the vocabulary (on a CPU; a GPU's own
-            check stops the kernel), or a setting out of its range.
+        InvalidInput: shapes do not match, the weight is sharded, labels are outside the vocabulary (on a CPU; on a GPU
+            the kernel asserts), or a setting is out of range.
 
     >>> hidden, weight = torch.zeros(3, 2), torch.zeros(4, 2)
     >>> log_probs, entropy = token_log_probs(hidden, weight, torch.tensor([0, 3, -100]), with_entropy=True)
@@ -118,7 +118,7 @@ def token_log_probs(
         dtype = torch.promote_types(hidden.dtype, weight.dtype)
         chunk = default_chunk_tokens(weight.shape[0], dtype, weight.device)
     else:
-        chunk = positive("chunk_tokens", chunk_tokens, "pass the number of tokens whose logits are held at once")
+        chunk = positive("chunk_tokens", chunk_tokens, "pass the number of tokens whose logits exist at once")
     head = _Head(temperature=temperature, softcap=softcap, chunk=chunk, keeps_last=torch.is_grad_enabled())
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, labels, head, with_entropy)  # pyright: ignore[reportGeneralTypeIssues]
     return log_probs, entropy
@@ -148,7 +148,7 @@ def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tens
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """How logits come from a product, how many at a time, and whether the last ones are kept for backward."""
+    """How to compute logits, how many at a time, and whether to keep the last ones for backward."""
 
     temperature: float
     softcap: float | None
@@ -156,7 +156,7 @@ class _Head:
     keeps_last: bool
 
     def slices(self, tokens: int) -> Iterator[slice]:
-        """As few chunks as there can be, of sizes as even as can be: the largest decides the peak."""
+        """As few chunks as possible, of even size, because the largest determines the peak memory."""
         number = -(-tokens // self.chunk)
         return (slice(i * tokens // number, (i + 1) * tokens // number) for i in range(number))
 
@@ -169,7 +169,7 @@ class _Head:
         return logits.div_(self.temperature)
 
     def backward_(self, grad: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
-        """The gradient of the product, in place of that of the logits."""
+        """The gradient of the matrix product, in place of that of the logits."""
         grad.div_(self.temperature)
         if logits is not None and self.softcap is not None:
             tanh = logits.mul_(self.temperature / self.softcap)
@@ -195,7 +195,7 @@ class _TokenLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             logits = None
             for rows in head.slices(hidden.shape[0]):
-                del logits  # before those of the next chunk are made
+                del logits  # before those of the next chunk are computed
                 logits = head.logits(hidden[rows].to(operand.dtype), operand, bias)
                 log_z[rows] = torch.cat([torch.logsumexp(block, -1) for block in _blocks(logits)])
                 chosen = logits.gather(-1, labels[rows].clamp(min=0)[:, None])[:, 0]
@@ -221,7 +221,7 @@ class _TokenLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in reversed(list(head.slices(hidden.shape[0]))):
                 inputs = hidden[rows].to(operand.dtype)
-                logits, ctx.last_logits = ctx.last_logits, None  # overwritten below: a second backward computes its own
+                logits, ctx.last_logits = ctx.last_logits, None  # overwritten below; a second backward recomputes them
                 if logits is None:
                     logits = head.logits(inputs, operand, bias)
                 grad = _grad_product_(
@@ -241,7 +241,7 @@ class _TokenLogProbs(torch.autograd.Function):
                     _add_product_(grad_weight, grad.t(), inputs)
                 elif need_weight:
                     grad_weight = _product(grad.t(), inputs)
-                del logits, grad  # before those of the next chunk are made
+                del logits, grad  # before those of the next chunk are computed
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -261,7 +261,7 @@ def _entropy(logits: torch.Tensor, log_z: torch.Tensor) -> torch.Tensor:
 
 
 def _log_p_(logits: torch.Tensor, log_z: torch.Tensor) -> torch.Tensor:
-    # Where a bias of -inf bans a token, p log p would be 0 * -inf = NaN. exp(-1000) is 0 in float64 too, so that no
+    # If a bias of -inf bans a token, p log p would be 0 * -inf = NaN. exp(-1000) is 0 in float64 too, so no
     # other value changes.
     return logits.sub_(log_z[:, None]).clamp_(min=-1000.0)
 
@@ -274,9 +274,9 @@ def _grad_product_(
     entropy: tuple[torch.Tensor, torch.Tensor] | None,
     head: _Head,
 ) -> torch.Tensor:
-    """Gradient of the product that logits come from, ``(tokens, vocab)``; overwrites ``logits``.
+    """Gradient of the matrix product, ``(tokens, vocab)``; overwrites ``logits``.
 
-    It goes block by block, so that what is needed twice is not held twice.
+    Works block by block to keep temporaries small.
     """
     blocks = _blocks(logits)
     columns = (log_z, labels, grad_log_probs, *(entropy or ()))
@@ -284,7 +284,7 @@ def _grad_product_(
     for block, z, label, upstream, *more in zip(blocks, *parts, strict=True):
         capped = None if head.softcap is None else block.clone()
         head.backward_(_grad_logits_(block, z, label, upstream, *more), capped)
-        del capped  # before that of the next block is made
+        del capped  # before that of the next block is computed
     return logits
 
 
@@ -307,7 +307,7 @@ def _grad_logits_(
 
 
 def _blocks(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """At most 64 tokens each; on a CPU at most 1 MiB, which its cache holds."""
+    """Blocks of at most 64 tokens, and on a CPU at most 1 MiB, which fits in its cache."""
     rows = _BLOCK_BYTES.get(logits.device.type, logits.nbytes) // max(1, logits[:1].nbytes)
     return logits.split(max(1, min(_BLOCK, rows)))
 
@@ -317,7 +317,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _operand(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The weight in the type of the products: half stays half on a GPU alone, whose units add in float32."""
+    """The weight in the dtype of the products: only GPUs keep half precision, because they accumulate in float32."""
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     return weight.to(dtype if weight.is_cuda else _accumulator(dtype))
 

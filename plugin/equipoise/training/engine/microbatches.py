@@ -1,4 +1,4 @@
-"""A rank's rows of one mini-batch as micro-batches, as many as on every other rank."""
+"""A rank's rows of one mini-batch as micro-batches, the same number on every rank."""
 
 # tensordict annotates its columns loosely; the values are checked here at run time.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -29,26 +29,26 @@ _FILLER_TOKENS = 2
 
 
 class MicroBatches(NamedTuple):
-    """Micro-batches and, of each, the numbers of its rows in the data; none for one of zero weight.
+    """Micro-batches and the row indices of each in the data, empty for one of zero weight.
 
-    A zero-weight micro-batch holds one made-up row, so that forward and backward run as on the other ranks. Its loss is
-    0 times its outputs, and its outputs are no one's.
+    A zero-weight micro-batch holds one dummy row, so that forward and backward run as on the other ranks. Its loss is 0
+    times its outputs, and its outputs are discarded.
     """
 
     batches: list[TensorDict]
     indices: list[IntArray]
 
     def restore(self, outputs: Sequence[Outputs]) -> TensorDict:
-        """Outputs in the order of the data's rows, dense or jagged.
+        """Dense or jagged outputs in the order of the data's rows.
 
         Args:
-            outputs: one per micro-batch, in turn; those of zero weight may be there or not.
+            outputs: one per micro-batch, in order, with or without those of zero weight.
 
         Returns:
-            The columns of the outputs, as many rows as the data had.
+            The columns of the outputs, with the data's number of rows.
 
         Raises:
-            InvalidInput: the number of outputs, or of rows in one, does not fit.
+            InvalidInput: the number of outputs or their rows does not match.
         """
         real = [i for i, rows in enumerate(self.indices) if rows.size]
         if len(outputs) == len(self.indices):
@@ -72,34 +72,34 @@ def prepare_micro_batches(
     oversize: Literal["error", "alone"] = "error",
     group: Any = None,
 ) -> MicroBatches:
-    """Cut a rank's rows by a plan, under a token cap, or into a fixed number of rows.
+    """Split a rank's rows by a plan, under a token cap, or into a fixed number of rows.
 
-    By a plan, no rank asks another: rows that are not the plan's are an error on their rank alone. Otherwise the ranks
-    of ``group`` agree on one count in one all-gather, which also carries what goes wrong on any rank: the error is
-    raised on all of them, with the same text.
+    A plan needs no communication: rows that do not match it are an error on their rank alone. Otherwise the ranks of
+    ``group`` agree on one count in one all-gather, which also carries errors: an error on one rank is raised on all of
+    them with the same text.
 
     Args:
-        data: this rank's rows: jagged ``input_ids``, or dense ones beside an ``attention_mask``. With a plan they are
-            in its dispatch order: those of ``mini_batch``, or all the rank's.
-        plan: from :func:`equipoise.plan_step`; excludes the settings below it.
-        rank: data-parallel rank, with a plan; None for the place in ``group``.
-        mini_batch: optimizer step of the plan; None for the micro-batches of all.
-        max_token_len: tokens that one GPU may hold; the cap is ``max_token_len · sp_size``.
+        data: this rank's rows: jagged ``input_ids``, or dense ones with an ``attention_mask``. With a plan, in dispatch
+            order: the rows of ``mini_batch``, or all the rank's rows.
+        plan: from :func:`equipoise.plan_step`; excludes ``max_token_len`` and all settings after it.
+        rank: data-parallel rank, with a plan; None for the position in ``group``.
+        mini_batch: optimizer step of the plan; None for all of them.
+        max_token_len: the most tokens per GPU; the cap is ``max_token_len · sp_size``.
         micro_batch_size: rows of each micro-batch, instead of the cap.
         sp_size: GPUs that share a row's tokens.
-        force_group_size: neighbouring rows that stay together.
-        multiple: the count is a multiple of it.
+        force_group_size: neighboring rows that stay together.
+        multiple: the count is a multiple of this.
         min_micro_batches: the lowest count.
-        on_shortage: a rank with too few rows for the count is an "error", or gets micro-batches of "zero_weight".
-        oversize: a row above the cap is an "error", or a micro-batch of its own ("alone", with a warning).
+        on_shortage: whether a rank with too few rows is an "error" or gets "zero_weight" micro-batches.
+        oversize: whether a row above the cap is an "error" or its own micro-batch ("alone", with a warning).
         group: process group of the data-parallel ranks; None for this process alone.
 
     Returns:
-        ``(batches, indices)``; ``restore`` puts their outputs back in order.
+        ``(batches, indices)``; its ``restore`` returns outputs to the order of the rows.
 
     Raises:
-        InvalidInput: an argument breaks its rule, or rows cannot be cut as asked.
-        InfeasiblePlan: a row above the cap, or a rank with too few rows.
+        InvalidInput: an argument breaks its rule, or the rows cannot be split as requested.
+        InfeasiblePlan: a row is above the cap, or a rank has too few rows.
 
     >>> ids = torch.nested.as_nested_tensor([torch.arange(n) for n in (4, 1, 3)], layout=torch.jagged)
     >>> cut = prepare_micro_batches(TensorDict({"input_ids": ids}, batch_size=[3]), max_token_len=5)
@@ -129,15 +129,15 @@ def prepare_micro_batches(
 
 
 def agreed_micro_batches(data: TensorDict, ask: Callable[[], Ask], *, group: Any) -> MicroBatches:
-    """Cut a rank's rows into as many micro-batches as the other ranks do; one collective.
+    """Split a rank's rows into the same number of micro-batches as the other ranks; one collective.
 
     Args:
         data: this rank's rows.
-        ask: says what is asked; whatever it raises is raised on all ranks.
+        ask: returns the request; whatever it raises is raised on all ranks.
         group: process group of the ranks; None for this process alone.
 
     Raises:
-        EquipoiseError: what went wrong on any rank; on every rank.
+        EquipoiseError: any rank failed; raised on every rank.
     """
     indices = _agreed(data, ask, group)
     real = iter(cut_rows(data, [rows for rows in indices if rows.size]))
@@ -145,19 +145,19 @@ def agreed_micro_batches(data: TensorDict, ask: Callable[[], Ask], *, group: Any
 
 
 def weightless(count: int) -> MicroBatches:
-    """As many micro-batches of zero weight: what a rank runs where its own rows are unfit and the others go on."""
+    """Micro-batches of zero weight, for a rank that failed while the others continue."""
     return MicroBatches([_filler(None) for _ in range(count)], [np.zeros(0, dtype=np.int64)] * count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """The rows of this rank in its own fewest micro-batches.
+    """The rows of this rank in as few micro-batches as it needs.
 
     Attributes:
-        ask: what was asked.
-        units: tokens of each row, or group of rows that stay together.
+        ask: the request.
+        units: tokens of each row, or of each group of rows that stay together.
         parts: units of each micro-batch.
-        need: what the other ranks have to know.
+        need: what the other ranks must know.
     """
 
     ask: Ask
@@ -167,7 +167,7 @@ class _Cut:
 
     @classmethod
     def of(cls, data: TensorDict, ask: Ask) -> _Cut:
-        cut_rows(data, [])  # columns that cannot be cut are found before the ranks go on
+        cut_rows(data, [])  # find columns that cannot be split before the ranks continue
         lengths = token_lengths(data)
         if lengths.size and lengths.min() < 1:
             row = int(lengths.argmin())
@@ -197,7 +197,7 @@ def _agreed(data: TensorDict, ask: Callable[[], Ask], group: Any) -> list[IntArr
 
 
 def _first_cut(lengths: IntArray, ask: Ask) -> tuple[IntArray, list[IntArray]]:
-    """The tokens of this rank's units (rows, or groups of them), and its own fewest micro-batches."""
+    """The tokens of this rank's units (rows, or groups of them), and the fewest micro-batches it needs."""
     rows = int(lengths.size)
     if rows % ask.together:
         rule = f"be a multiple of force_group_size = {ask.together}"
@@ -232,7 +232,7 @@ def _refined(units: IntArray, parts: list[IntArray], count: int, ask: Ask) -> li
     finer = _packed(units, ask, count)
     if len(finer) == count:
         return finer
-    while len(parts) < count:  # a packer that went past the count it was given: halve what can be halved
+    while len(parts) < count:  # the packer exceeded the requested count: halve parts instead
         fullest = max((part for part in parts if part.size > 1), key=lambda part: int(units[part].sum()))
         rest = [part for part in parts if part is not fullest]
         parts = [*rest, fullest[::2], fullest[1::2]]
@@ -262,7 +262,7 @@ def _planned(data: TensorDict, plan: StepPlan, rank: int | None, mini_batch: int
     wanted = sum(rows.size for rows in chosen)
     if n not in (wanted, num_planned):
         rule = f"have the {wanted} rows that the plan gives rank {_rank(rank, group)}"
-        raise InvalidInput(must("data", rule, n, "reorder the batch by plan.order and cut it by rank"))
+        raise InvalidInput(must("data", rule, n, "reorder the batch by plan.order and split it by rank"))
     indices = [rows - first for rows in chosen]
     cap = plan.spec.cap
     if cap is not None:
@@ -287,7 +287,7 @@ def _rank(rank: int | None, group: Any) -> int:
 
 
 def _filler(data: TensorDict | None) -> TensorDict:
-    """One row that any model takes: token 0 twice."""
+    """One row that any model accepts: token 0 twice."""
     ids = None if data is None else data.get("input_ids", None)
     device = ids.device if isinstance(ids, torch.Tensor) else None
     row = torch.zeros(1, _FILLER_TOKENS, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""HF causal language models as modules that map a packed row to log-probs or to values."""
+"""HF causal language models as modules from packed rows to log-probs or values."""
 
 # transformers' and torch's modules are typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -26,7 +26,7 @@ class LanguageModel(nn.Module):
 
     Args:
         hf: causal language model.
-        chunk_tokens: most tokens whose logits are held at once; None for a size that suits vocabulary and device.
+        chunk_tokens: the most tokens whose logits exist at once; None for a size that suits vocabulary and device.
     """
 
     def __init__(self, hf: PreTrainedModel, *, chunk_tokens: int | None) -> None:
@@ -53,7 +53,7 @@ class LanguageModel(nn.Module):
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """Columns of shape (tokens,); inputs have shape (1, tokens), labels are of the next token."""
+        """Columns of shape (tokens,); inputs have shape (1, tokens), and labels are the next tokens."""
         hidden = _hidden(self.hf.base_model, input_ids, position_ids)
         head: Any = self.hf.get_output_embeddings()
         log_probs, entropy = token_log_probs(
@@ -69,14 +69,14 @@ class LanguageModel(nn.Module):
         return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
 
     def hf_name(self, name: str) -> str:
-        """Name in a checkpoint of HF's class."""
+        """Parameter name in a checkpoint of HF's class."""
         return name.removeprefix(_WRAPPED)
 
 
 class ValueModel(nn.Module):
-    """Value of each position: the backbone of a causal language model and a linear head.
+    """Value at each position: the backbone of a causal language model and a linear head.
 
-    Names are those of HF's token classification models with one label: ``model.*`` and ``score.*``.
+    Parameters are named as in HF's token classification models with one label: ``model.*`` and ``score.*``.
 
     Args:
         hf: causal language model; its output head is dropped.
@@ -100,13 +100,13 @@ class ValueModel(nn.Module):
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """``{"values": (tokens,)}``; what only a language model needs is not read."""
+        """``{"values": (tokens,)}``; arguments that only a language model needs are ignored."""
         hidden = _hidden(getattr(self, self.prefix), input_ids, position_ids)
         values = self.score(hidden.to(self.score.weight.dtype))
-        return {"values": values.flatten().clone()}  # fsdp2 warns of outputs that are views
+        return {"values": values.flatten().clone()}  # fsdp2 warns about outputs that are views
 
     def hf_name(self, name: str) -> str:
-        """Name in a checkpoint of HF's class."""
+        """Parameter name in a checkpoint of HF's class."""
         return name
 
 
@@ -114,14 +114,14 @@ AnyModel = LanguageModel | ValueModel
 
 
 def build(source: Any, config: EngineConfig) -> AnyModel:
-    """The module of ``config.model_type``, on the device that is torch's default within the call.
+    """The module for ``config.model_type``, on torch's default device.
 
     Args:
-        source: folder or hub name, HF configuration (random weights), or a HF module, which is taken over.
-        config: names type, dtype and checkpointing.
+        source: folder or hub name, HF configuration (random weights), or an HF module, which is modified.
+        config: defines type, dtype and checkpointing.
 
     Raises:
-        InvalidInput: a source or model type that is not known here, or heads that ``sp_size`` does not divide.
+        InvalidInput: the source or model type is not supported, or ``sp_size`` does not divide the heads.
     """
     dtype = DTYPES[config.dtype]
     if isinstance(source, PreTrainedModel):
@@ -147,16 +147,16 @@ def build(source: Any, config: EngineConfig) -> AnyModel:
 
 
 def may_be_bare(source: Any) -> bool:
-    """Whether a rank can build the module without weights and be sent them.
+    """Whether a rank can build the module without weights and receive them.
 
-    Tied weights part when a module leaves the meta device, and a module that was handed over is whole already.
+    Tied weights are separated when a module leaves the meta device, and a given module already has its weights.
     """
     config = _config_of(source)
     return config is not None and not config.get_text_config().tie_word_embeddings
 
 
 def bare(source: Any, config: EngineConfig) -> AnyModel:
-    """The module of :func:`build`, without memory for weights."""
+    """The module of :func:`build` on the meta device."""
     with torch.device("meta"):
         return build(_config_of(source), config)
 
@@ -170,12 +170,12 @@ def _config_of(source: Any) -> Any:
 
 
 def blocks(module: AnyModel) -> list[nn.Module]:
-    """What is gathered and freed by itself: embeddings that are not the head too, and the transformer blocks.
+    """Modules to shard separately: embeddings that are not tied to the head, and transformer blocks.
 
-    Which classes are blocks, the HF model names in ``_no_split_modules``.
+    HF models list the classes of their blocks in ``_no_split_modules``.
 
     Raises:
-        InvalidInput: the model does not say which classes are blocks.
+        InvalidInput: the model does not list them.
     """
     names = {
         str(name)

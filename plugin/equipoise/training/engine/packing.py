@@ -1,4 +1,4 @@
-"""Rows of a micro-batch as one packed row, and predictions back as rows."""
+"""From the rows of a micro-batch to one packed row, and from predictions back to rows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from equipoise.training.engine.log_probs import next_token_labels
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedRow:
-    """The rows of a micro-batch, one after the other, without padding.
+    """The concatenated rows of a micro-batch, without padding.
 
     Attributes:
         input_ids: shape (1, tokens).
         position_ids: shape (1, tokens), from 0 in each row.
         labels: the next token of the row, shape (1, tokens).
-        offsets: where rows begin and end, shape (rows + 1,).
+        offsets: boundaries of the rows, shape (rows + 1,).
     """
 
     input_ids: torch.Tensor
@@ -30,10 +30,10 @@ class PackedRow:
 
     @classmethod
     def of(cls, micro_batch: TensorDict) -> PackedRow:
-        """Pack jagged ``input_ids``; ``position_ids`` of the batch are taken where there are any.
+        """Pack jagged ``input_ids``, with the batch's ``position_ids`` if there are any.
 
         Raises:
-            InvalidInput: no jagged ``input_ids``, an empty row, or positions of another shape.
+            InvalidInput: ``input_ids`` are not jagged, a row is empty, or positions have another shape.
         """
         ids = cast(Any, micro_batch.get("input_ids", None))
         if not isinstance(ids, torch.Tensor) or ids.layout is not torch.jagged:
@@ -62,7 +62,7 @@ class PackedRow:
         )
 
     def unpack(self, predictions: torch.Tensor) -> torch.Tensor:
-        """What each position says of its next token, as what is said of each token: jagged, 0 at a row's first one.
+        """Shift predictions from positions to the tokens that they predict: jagged, 0 at the first token of a row.
 
         Args:
             predictions: shape (tokens,).

@@ -1,4 +1,4 @@
-"""One pass over this rank's micro-batches: what it gave, what went wrong here, and how the ranks hear of both."""
+"""A pass over this rank's micro-batches: its results and errors, and how the ranks share them."""
 
 # torch.distributed and tensordict are typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -33,14 +33,14 @@ Columns = dict[str, torch.Tensor]
 class Pass:
     """A pass on this rank.
 
-    Where ranks meet in forward and backward, one that raised alone would leave the others waiting there. So the first
-    error in what a rank does by itself (its rows, the loss function) is held back; its micro-batches go on with a loss
-    of exactly 0, and all ranks raise the error where the pass ends.
+    If ranks synchronize in forward and backward, a rank that raised alone would leave the others waiting. So a rank
+    keeps the first error of its own (in its rows, in the loss function) and continues with a loss of exactly 0; all
+    ranks raise the error at the end of the pass.
 
     Args:
-        loss_function: None for outputs alone.
-        training: whether gradients are wanted.
-        dp_group: what loss functions are given.
+        loss_function: None to compute only outputs.
+        training: whether to compute gradients.
+        dp_group: passed to the loss function.
     """
 
     def __init__(self, loss_function: LossFunction | None, *, training: bool, dp_group: Any) -> None:
@@ -54,12 +54,12 @@ class Pass:
         self._total: torch.Tensor | float = 0.0
 
     def loss(self, columns: Columns, micro_batch: TensorDict, rows: Any) -> torch.Tensor:
-        """The micro-batch's share; attached to every output, so that backward runs through all weights.
+        """The micro-batch's share, attached to every output so that backward runs through all weights.
 
         Args:
             columns: the outputs.
-            micro_batch: what the loss function is given.
-            rows: numbers of its rows; a micro-batch without any has no loss.
+            micro_batch: passed to the loss function.
+            rows: indices of its rows; a micro-batch without any has no loss.
         """
         nothing = _nothing(columns)
         loss = nothing
@@ -79,16 +79,16 @@ class Pass:
         return share
 
     def meet(self, micro_batches: MicroBatches | None) -> tuple[EngineOutput, int]:
-        """End the pass on all ranks: one all-gather, and two more where some ranks have no metrics and others have.
+        """End the pass on all ranks: one all-gather, and two more if only some ranks have metrics.
 
         Args:
-            micro_batches: those that ran; None if there could be none.
+            micro_batches: those that ran; None if there were none.
 
         Returns:
-            The output, and the tokens that counted over all ranks.
+            The output, and the counted tokens over all ranks.
 
         Raises:
-            EquipoiseError: what went wrong on any rank; on every rank.
+            EquipoiseError: any rank failed; raised on every rank.
         """
         results: list[tuple[TensorDict, dict[str, AnyMetric]]] = []
 
@@ -114,7 +114,7 @@ class Pass:
 
 
 def _with_names_of_others(metrics: dict[str, AnyMetric]) -> dict[str, AnyMetric]:
-    """Metrics under the same names on all ranks: one without rows knows none of its own."""
+    """Metrics under the same names on all ranks, because a rank without rows has none."""
     kinds = {name: type(metric).__name__ for name, metric in metrics.items()}
     texts = gather_texts(lambda: json.dumps(kinds), group=dist.group.WORLD, doing="naming metrics")
     if metrics:
@@ -124,7 +124,7 @@ def _with_names_of_others(metrics: dict[str, AnyMetric]) -> dict[str, AnyMetric]
 
 
 def _num_counted(micro_batch: TensorDict) -> int:
-    """Tokens that count; where no mask tells, the rows."""
+    """Tokens under the mask; without a mask, the rows."""
     mask = micro_batch.get("loss_mask", None)
     if not isinstance(mask, torch.Tensor):
         return len(micro_batch)
@@ -132,12 +132,12 @@ def _num_counted(micro_batch: TensorDict) -> int:
 
 
 def _checked_loss(given: Any, *, training: bool) -> tuple[torch.Tensor, Mapping[str, AnyMetric]]:
-    """What a loss function gives: a share that trains something, and metrics that merge with other micro-batches'."""
+    """Check the result of a loss function: a share attached to the outputs, and metrics that merge."""
     parts: tuple[Any, ...] = cast("tuple[Any, ...]", given) if isinstance(given, tuple) else (given,)
     if len(parts) != 2 or not isinstance(parts[0], torch.Tensor) or not isinstance(parts[1], Mapping):
         got = [type(part).__name__ for part in parts]
         rule = "return (loss, metrics): a tensor and a mapping of names to eq.Metric"
-        raise InvalidInput(must("loss_function", rule, got, "return (loss, {}) where there is nothing to log"))
+        raise InvalidInput(must("loss_function", rule, got, "return (loss, {}) if there is nothing to log"))
     share, metrics = cast("tuple[torch.Tensor, Mapping[str, AnyMetric]]", parts)
     if training and not share.requires_grad:
         remedy = "compute it from the outputs it is given, without detach"
@@ -150,7 +150,7 @@ def _checked_loss(given: Any, *, training: bool) -> tuple[torch.Tensor, Mapping[
 
 
 def _nothing(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """0, attached to the graph: gradients of it are exactly 0, even where a column is NaN or infinite."""
+    """0, attached to the graph, with gradients of exactly 0 even if a column is NaN or infinite."""
     parts: list[torch.Tensor] = []
     for column in columns.values():
         flat: torch.Tensor = cast(Any, column).values()

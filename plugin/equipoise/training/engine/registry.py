@@ -1,6 +1,6 @@
 """Engines by model type, backend, device and vendor.
 
-``EQUIPOISE_DEVICE`` and ``EQUIPOISE_VENDOR`` override what is found on the machine.
+``EQUIPOISE_DEVICE`` and ``EQUIPOISE_VENDOR`` override what is detected on the machine.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ AnyEngine = TypeVar("AnyEngine", bound="type[BaseEngine]")
 
 
 class MissingPackage(EquipoiseError, ImportError):
-    """An optional engine needs a package that is not installed; the text names the extra that brings it."""
+    """An optional engine needs a package that is not installed; the text names the extra to install."""
 
 
 class EngineRegistry:
     """Maps (model type, backend, device, vendor) to engine classes.
 
-    A class is looked up in three steps: for exactly this device and vendor; for the device, whatever the vendor; and,
-    since GPUs of other vendors speak CUDA too, for the device "cuda" of "nvidia".
+    A class is looked up in three steps: for this device and vendor; for the device and any vendor; and, because GPUs of
+    other vendors support CUDA too, for "cuda" of "nvidia".
 
     >>> registry = EngineRegistry()
     >>> registry.register("my_package.engine:MyEngine", model_type="language_model", backend="mine", device="cuda")
@@ -47,19 +47,19 @@ class EngineRegistry:
         vendor: str | Sequence[str] | None = None,
         extra: str | None = None,
     ) -> None:
-        """Add an engine under every combination of the names given.
+        """Add an engine under every combination of the given names.
 
         Args:
-            engine: the class, or ``"module:Class"``, imported when it is first asked for.
+            engine: the class, or ``"module:Class"``, imported on first use.
             model_type: one or several.
             backend: one or several.
             device: one or several.
             vendor: one or several; None for any.
-            extra: what to install where a package is missing, for example ``"equipoise[hf]"``.
+            extra: what to install if a package is missing, for example ``"equipoise[hf]"``.
 
         Raises:
-            DuplicateName: a combination is taken; nothing is added then.
-            InvalidInput: neither a subclass of :class:`BaseEngine` nor ``"module:Class"``.
+            DuplicateName: a combination is taken; nothing is added.
+            InvalidInput: it is neither a subclass of :class:`BaseEngine` nor ``"module:Class"``.
         """
         if isinstance(engine, str):
             if engine.count(":") != 1:
@@ -82,7 +82,7 @@ class EngineRegistry:
             self._table.setdefault((kind, name), {})[where, who] = engine
 
     def decorator(self, **names: Any) -> Callable[[AnyEngine], AnyEngine]:
-        """Register the decorated class; arguments as of :meth:`register`."""
+        """Register the decorated class; arguments as for :meth:`register`."""
 
         def add(engine: AnyEngine) -> AnyEngine:
             self.register(engine, **names)
@@ -98,11 +98,11 @@ class EngineRegistry:
         Args:
             model_type: for example "language_model".
             backend: for example "fsdp2".
-            device: None for what ``EQUIPOISE_DEVICE`` says or is found.
-            vendor: None for what ``EQUIPOISE_VENDOR`` says or is found.
+            device: None for ``EQUIPOISE_DEVICE`` or the detected one.
+            vendor: None for ``EQUIPOISE_VENDOR`` or the detected one.
 
         Raises:
-            UnknownName: nothing fits; the text lists what there is.
+            UnknownName: nothing matches; the text lists the registered names.
             MissingPackage: the engine needs a package that is not installed.
         """
         kinds = {kind for kind, _ in self._table}
@@ -124,14 +124,14 @@ class EngineRegistry:
         )
 
     def create(self, config: EngineConfig, model: Any) -> BaseEngine:
-        """An engine as the configuration names it; call its ``initialize`` next.
+        """Build the engine that the configuration names; call its ``initialize`` next.
 
         Args:
-            config: what to look up, and what the engine is given.
-            model: path, configuration or module, as the engine takes it.
+            config: defines what to look up, and is passed to the engine.
+            model: path, configuration or module, as the engine accepts.
 
         Raises:
-            UnknownName, MissingPackage: as of :meth:`find`.
+            UnknownName, MissingPackage: as for :meth:`find`.
         """
         engine = self.find(config.model_type, config.backend, device=config.device, vendor=config.vendor)
         return engine(config, model)
@@ -153,7 +153,7 @@ class EngineRegistry:
             found = getattr(importlib.import_module(module), name)
         except ModuleNotFoundError as error:
             extra = self._extras.get(engine)
-            remedy = f"pip install '{extra}'" if extra else f"install the package that brings {error.name!r}"
+            remedy = f"pip install '{extra}'" if extra else f"install the package that contains {error.name!r}"
             raise MissingPackage(must(f"engine {engine!r}", "find its packages", f"no {error.name}", remedy)) from error
         except AttributeError as error:
             raise UnknownName(must("engine", f"be a class of {module}", name, "fix the registration")) from error
@@ -180,7 +180,7 @@ def _unknown(field: str, got: str, known: set[str]) -> UnknownName:
 
 
 engines = EngineRegistry()
-"""The registry that the package's own engines are in; ``engines.register`` adds one from outside."""
+"""The registry with the package's own engines; ``engines.register`` adds yours."""
 
 for _backend, _target in (
     ("ddp", "equipoise.training.engine.ddp:DDPEngine"),

@@ -1,4 +1,4 @@
-"""What the backends that run a HF model in PyTorch share; a backend adds how weights and gradients are spread."""
+"""What backends that run an HF model in PyTorch share; a backend adds how to shard weights and gradients."""
 
 # torch's distributed modules are typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -40,7 +40,7 @@ from equipoise.training.engine.ulysses import gather_sequence, pad_to_multiple, 
 
 
 class _FromInitialize:
-    """An attribute that ``initialize`` sets; until then it says so."""
+    """An attribute that ``initialize`` sets; reading it earlier is an error."""
 
     def __get__(self, engine: object | None, owner: type) -> Any:
         if engine is None:
@@ -50,7 +50,7 @@ class _FromInitialize:
 
 
 class TorchEngine(BaseEngine):
-    """A HF model on every rank of the world, ``sp_size`` neighbours sharing rows: those are given the same data.
+    """An HF model on every rank; ``sp_size`` neighboring ranks share rows and get the same data.
 
     Args:
         config: see :class:`equipoise.training.engine.EngineConfig`.
@@ -64,10 +64,10 @@ class TorchEngine(BaseEngine):
     _device: Any = _FromInitialize()
     _rate_step: int = 0
     _num_counted: int | None = None
-    """Tokens behind the gradients, over all ranks; None where nobody has counted them."""
+    """Tokens behind the gradients, over all ranks; None if nobody has counted them."""
 
     def initialize(self) -> None:
-        """Start torch.distributed if nobody has, build the model and spread it, make the optimizer."""
+        """Start torch.distributed if necessary, build and shard the model, build the optimizer."""
         name, sp = self.config.device or device_name(), self.config.sp_size
         if not dist.is_initialized():
             local_device(name)
@@ -101,30 +101,30 @@ class TorchEngine(BaseEngine):
     @property
     @abstractmethod
     def _meets_in_forward(self) -> bool:
-        """Whether ranks meet in forward and backward, so that none may leave them out."""
+        """Whether forward and backward synchronize ranks, so that no rank may skip them."""
 
     @abstractmethod
     def _before_micro_batch(self, *, last: bool) -> None:
-        """Say whether gradients meet in the coming backward."""
+        """Set whether the next backward reduces gradients."""
 
     @abstractmethod
     def _free_gathered(self, *, forward_only: bool) -> None:
-        """Free what the pass gathered."""
+        """Free the weights that the pass gathered."""
 
     @abstractmethod
     def _average_gradients(self) -> None:
-        """Average gradients over ranks, unless backward has."""
+        """Average gradients over ranks, unless backward did."""
 
     def _autocast(self) -> Any:
         return torch.autocast(self._device.type, enabled=False)
 
     @property
     def compute_device(self) -> torch.device:
-        """Where forward and backward run."""
+        """The device of forward and backward."""
         return self._device
 
     def set_training(self, training: bool) -> None:
-        """Switch dropout and the like on or off."""
+        """Switch between training and evaluation behavior, such as dropout."""
         self.module.train(training)
 
     def to(self, device: str | torch.device, *, model: bool = True, optimizer: bool = True) -> None:
@@ -162,11 +162,11 @@ class TorchEngine(BaseEngine):
         return output
 
     def _run(self, run: Pass, micro_batch: TensorDict, rows: Any, asked: PassOptions, *, forward_only: bool) -> None:
-        """Forward, loss and backward of one micro-batch; after an error of this rank, of one without weight."""
+        """Forward, loss and backward of one micro-batch; of a zero-weight one after an error on this rank."""
         moved = run.held.run(lambda: cast(TensorDict, micro_batch.to(self._device)), instead=micro_batch)
         packed = run.held.run(lambda: PackedRow.of(moved), instead=None)
         if packed is None:
-            if self.sp_group is not None:  # those who share the row cannot go on without it
+            if self.sp_group is not None:  # the ranks that share the row cannot continue without it
                 run.held.release()
             packed = PackedRow.of(cast(TensorDict, weightless(1).batches[0].to(self._device)))
         loss = run.loss(self._forward(packed, asked), moved, rows)
@@ -174,7 +174,7 @@ class TorchEngine(BaseEngine):
             loss.backward()
 
     def _forget_gradients(self, *, training: bool) -> None:
-        """After a pass that failed: what is left of it must not reach an optimizer step."""
+        """Clean up after a failed pass: nothing of it may reach an optimizer step."""
         if training:
             for parameter in self.module.parameters():
                 parameter.grad = None
@@ -186,7 +186,7 @@ class TorchEngine(BaseEngine):
         self._num_counted = None
 
     def optimizer_step(self) -> float:
-        """Clip and step; skip where the norm is not finite, or where no token of the step counts on any rank."""
+        """Clip and step; skip the step if the norm is not finite, or if no token counts on any rank."""
         optimizer = self._needed_optimizer()
         limit = cast(OptimizerConfig, self.config.optimizer).max_grad_norm
         parameters = [p for p in self.module.parameters() if p.grad is not None]
@@ -205,21 +205,21 @@ class TorchEngine(BaseEngine):
         return value
 
     def lr_scheduler_step(self) -> float:
-        """Go on to the next learning rate and return it."""
+        """Advance the learning-rate schedule and return the new rate."""
         self._needed_optimizer()
         self._rate_step += 1
         return self._set_rate()
 
     def get_data_parallel_size(self) -> int:
-        """Number of ranks that hold different rows."""
+        """Number of ranks with different rows."""
         return dist.get_world_size(self.dp_group)
 
     def get_data_parallel_rank(self) -> int:
-        """Number of this rank among them."""
+        """Index of this rank among them."""
         return dist.get_rank(self.dp_group)
 
     def get_data_parallel_group(self) -> Any:
-        """Process group of the ranks that hold different rows."""
+        """Process group of the ranks with different rows."""
         return self.dp_group
 
     def is_mp_src_rank_with_outputs(self) -> bool:
@@ -257,7 +257,7 @@ class TorchEngine(BaseEngine):
         )
 
     def load_checkpoint(self, local_path: str | Path, *, global_step: int | None = None) -> dict[str, Any]:
-        """Load the latest complete checkpoint, or that of a step, and return its ``extra``."""
+        """Load the latest complete checkpoint, or the one of a step, and return its ``extra``."""
         return checkpoint.load(
             local_path,
             global_step,
@@ -285,7 +285,7 @@ class TorchEngine(BaseEngine):
             self.to("cpu", model=self.config.offload_params, optimizer=self.config.offload_optimizer)
 
     def _has_optimizer_state(self) -> bool:
-        """False before the first step: asking torch for the state of then would make one, with a step counted."""
+        """False before the first step, when asking torch for the state would create one that counts a step."""
         return self.optimizer is not None and bool(self.optimizer.state)
 
     def _micro_batches(
@@ -297,14 +297,14 @@ class TorchEngine(BaseEngine):
                 run.held.release()
                 return self._ask(cast(PassOptions, asked))
 
-            # Ranks that share rows are asked too: an error on one of them must reach all.
+            # Includes ranks that share rows: an error on one of them must reach all.
             return agreed_micro_batches(data, ask, group=dist.group.WORLD)
         found = run.held.run(lambda: self._planned(data, cast(PassOptions, asked)), instead=None)
         if found is not None:
             return found
         counts = plan.num_micro_batches if mini_batch is None else plan.num_micro_batches[mini_batch : mini_batch + 1]
         if self._meets_in_forward and (self.sp_group is not None or not counts):
-            run.held.release()  # the others cannot go on without this rank
+            run.held.release()  # the others cannot continue without this rank
         return weightless(sum(counts))
 
     def _planned(self, data: TensorDict, asked: PassOptions) -> MicroBatches:
@@ -363,7 +363,7 @@ class TorchEngine(BaseEngine):
 
 
 def same_everywhere(module: models.AnyModel, device: torch.device) -> models.AnyModel:
-    """Give all ranks the weights and buffers of rank 0, tensor by tensor by way of ``device``."""
+    """Send the weights and buffers of rank 0 to all ranks, tensor by tensor through ``device``."""
     if dist.get_world_size() > 1:
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):

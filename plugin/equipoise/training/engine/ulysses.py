@@ -1,12 +1,13 @@
 r"""Sequence parallelism: ranks share the tokens of a row, and trade them for heads around attention.
 
-Each of ``sp`` ranks holds 1/sp of the tokens of a packed row. Before attention, one all-to-all hands each rank all
-tokens of 1/sp of the heads; after it, another hands back all heads of its tokens. All else in a transformer block is
-token by token. Models whose blocks mix tokens elsewhere (convolutions, linear attention, recurrences) are not served.
+Each of ``sp`` ranks holds 1/sp of the tokens of a packed row. Before attention, an all-to-all gives each rank all
+tokens of 1/sp of the heads; after it, another returns all heads of the rank's tokens. Everything else in a transformer
+block works token by token. Models whose blocks mix tokens elsewhere (convolutions, linear attention, recurrences) are
+not supported.
 
-The loss is computed from gathered predictions, alike on each rank of the group. Its gradient is that of one process in
-the mean over ranks: of ``sp`` ranks here, of ``dp × sp`` ranks where their losses are averaged over ``dp``. It is what
-DDP and FSDP compute over all ranks; no ``sp`` is divided out anywhere else.
+Each rank of the group computes the same loss from gathered predictions. The mean of its gradient over ranks is that of
+one process: over ``sp`` ranks here, over ``dp × sp`` ranks if losses are averaged over ``dp``. DDP and FSDP compute
+that mean over all ranks, so ``sp`` is not divided out anywhere else.
 
     padded = pad_to_multiple(input_ids, sp_size(group))
     positions = pad_to_multiple(position_ids, sp_size(group))
@@ -40,14 +41,14 @@ from equipoise.training.engine._kernels import autocast
 from equipoise.training.engine.attention import PackedRows, packed, packed_attention, packed_mask
 
 NAME = "equipoise_ulysses"
-"""Value of ``attn_implementation`` once :func:`register` has run."""
+"""The ``attn_implementation`` after :func:`register`."""
 
 Group = dist.ProcessGroup | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedRows(PackedRows):
-    """Packed rows whose tokens are spread over the ranks of a group, the padding at the end a sequence of its own.
+    """Packed rows whose tokens are sharded over the ranks of a group; padding at the end is its own sequence.
 
     Args:
         group: ranks that share the row.
@@ -57,12 +58,12 @@ class ShardedRows(PackedRows):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the model is called with on this rank."""
+        """Tokens in the model call on this rank."""
         return sum(self.lengths) // sp_size(self.group)
 
     @property
     def whole(self) -> PackedRows:
-        """The rows as attention sees them: all tokens."""
+        """The rows for attention, with all tokens."""
         return PackedRows(lengths=self.lengths)
 
 
@@ -77,17 +78,17 @@ def sp_size(group: Group) -> int:
 
 
 def register() -> str:
-    """Make the attention known to transformers, and return its name; a second call changes nothing."""
+    """Register the attention with transformers and return its name; a second call changes nothing."""
     AttentionInterface.register(NAME, ulysses_attention)
     AttentionMaskInterface.register(NAME, packed_mask)
     return NAME
 
 
 def check_heads(num_attention_heads: int, size: int) -> None:
-    """Whether heads can be spread evenly; call it before anything is sent.
+    """Check that heads divide evenly, before anything is sent.
 
     Raises:
-        InvalidInput: they cannot.
+        InvalidInput: they do not.
 
     >>> check_heads(8, 4)
     >>> check_heads(6, 4)
@@ -103,13 +104,13 @@ def check_heads(num_attention_heads: int, size: int) -> None:
 
 @contextlib.contextmanager
 def sharded(cu_seqlens: torch.Tensor | Sequence[int], group: Group) -> Generator[PackedRows]:
-    """Within it, models are called with this rank's shard of a row that holds these sequences.
+    """A context in which models are called with this rank's shard of a row that holds these sequences.
 
-    Without a group, or alone in it, it is :func:`~equipoise.training.engine.attention.packed`.
+    Without a group, or with one rank, it is :func:`~equipoise.training.engine.attention.packed`.
 
     Args:
-        cu_seqlens: edges in tokens of the whole row before padding, ``(sequences + 1,)``, alike on each rank.
-        group: ranks that share the row, each with the shard of its rank.
+        cu_seqlens: boundaries in tokens of the whole row before padding, ``(sequences + 1,)``, equal on all ranks.
+        group: ranks that share the row, each with its own shard.
     """
     rows = PackedRows.of(cu_seqlens)
     if group is not None and sp_size(group) > 1:
@@ -129,22 +130,22 @@ def ulysses_attention(
 ) -> tuple[torch.Tensor, None]:
     """Packed attention over the tokens of all ranks, for this rank's heads.
 
-    Key and value heads that do not spread evenly are repeated, ``lcm(num_kv_heads, sp) / num_kv_heads`` times; their
+    Key and value heads that do not divide evenly are repeated ``lcm(num_kv_heads, sp) / num_kv_heads`` times; their
     gradients add up.
 
     Args:
         module: attention layer.
         query: ``(1, num_heads, tokens / sp, head_dim)``.
         key: ``(1, num_kv_heads, tokens / sp, head_dim)``.
-        value: likewise.
-        attention_mask: :class:`ShardedRows`, as :func:`sharded` has them passed on; all else is attention on this rank.
-        **kwargs: of the interface.
+        value: like ``key``.
+        attention_mask: :class:`ShardedRows` from :func:`sharded`; with anything else, attention is local to this rank.
+        **kwargs: other arguments of the interface.
 
     Returns:
         ``(1, tokens / sp, num_heads, head_dim)``, and None for the scores.
 
     Raises:
-        InvalidInput: query heads that do not divide by sp, before anything is sent.
+        InvalidInput: ``sp`` does not divide the query heads; raised before anything is sent.
     """
     if not isinstance(attention_mask, ShardedRows):
         return packed_attention(module, query, key, value, attention_mask, **kwargs)
@@ -191,20 +192,20 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Part ``r`` of each rank to rank ``r``: an all-to-all, which is its own inverse and its own adjoint.
+    """Send part ``r`` to rank ``r``: an all-to-all, which is its own inverse and its own adjoint.
 
     Args:
-        x: ``(sp, ...)``, part by part for the ranks of the group.
+        x: ``(sp, ...)``, one part for each rank of the group.
         group: ranks that take part.
 
     Returns:
-        ``(sp, ...)``, part by part from the ranks of the group.
+        ``(sp, ...)``, one part from each rank of the group.
     """
     return _Exchange.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
 def pad_to_multiple(x: torch.Tensor, multiple: int, *, dim: int = -1, value: float = 0) -> torch.Tensor:
-    """``x`` with as few of ``value`` at its end as make ``dim`` a multiple.
+    """Append ``value`` to ``x`` until ``dim`` is a multiple.
 
     >>> pad_to_multiple(torch.tensor([[5, 6, 7]]), 2)
     tensor([[5, 6, 7, 0]])
@@ -220,18 +221,18 @@ def pad_to_multiple(x: torch.Tensor, multiple: int, *, dim: int = -1, value: flo
 
 
 def shard_sequence(x: torch.Tensor, group: Group, *, dim: int = -1) -> torch.Tensor:
-    """The part of this rank, of a tensor that each rank holds whole.
+    """The part of this rank of a tensor that every rank holds whole.
 
-    The gradient of the whole tensor is put together from all ranks, alike on each, and divided by ``sp``: what
-    :func:`gather_sequence` multiplied. Sharding and gathering leave a gradient as it is.
+    The gradient of the whole tensor is gathered from all ranks and divided by ``sp``, which undoes the factor of
+    :func:`gather_sequence`: sharding and gathering leave a gradient unchanged.
 
     Args:
-        x: alike on each rank of the group; ``dim`` a multiple of its size.
+        x: equal on all ranks of the group; its ``dim`` is a multiple of their number.
         group: ranks that share the sequence; None for this process alone.
         dim: the dimension of tokens.
 
     Raises:
-        InvalidInput: ``dim`` does not divide by the group's size.
+        InvalidInput: the group's size does not divide ``dim``.
     """
     if group is None or sp_size(group) == 1:
         return x
@@ -242,16 +243,16 @@ def shard_sequence(x: torch.Tensor, group: Group, *, dim: int = -1) -> torch.Ten
 
 
 def gather_sequence(x: torch.Tensor, group: Group, *, dim: int = -1, length: int | None = None) -> torch.Tensor:
-    """The parts of all ranks, one after the other.
+    """Concatenate the parts of all ranks.
 
-    The adjoint sums over ranks the gradients of what each makes of the whole. Where each computes the same loss, that
-    is ``sp`` times its own gradient of its own part; so it is computed here, without a collective.
+    The adjoint would sum the gradients of all ranks. Because each rank computes the same loss, that sum is ``sp`` times
+    the rank's own gradient of its part, which needs no collective.
 
     Args:
-        x: this rank's part, of the same shape on each.
+        x: this rank's part, of the same shape on all ranks.
         group: ranks that share the sequence; None for this process alone.
         dim: the dimension of tokens.
-        length: tokens of the whole that are kept; the rest is padding.
+        length: tokens to keep; the rest is padding.
     """
     whole: torch.Tensor = x
     if group is not None and sp_size(group) > 1:

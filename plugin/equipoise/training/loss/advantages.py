@@ -18,15 +18,14 @@ class AdvantageInputs:
     """The rows of a whole trainer step.
 
     Args:
-        rewards: of each row, shape (rows,), or of each token, shape (rows, width); those under the mask count.
-        loss_mask: nonzero at the tokens of the response that the policy drew, shape (rows, width).
-        uids: the prompt of each row, anything hashable; for the estimators that compare rollouts of one prompt. They
-            may lie anywhere in the batch.
-        values: of the value head at each token, shape (rows, width); for "gae".
-        is_padding: shape (rows,); padding rows are in no statistic, and their advantages are 0.
+        rewards: per row, shape (rows,), or per token, shape (rows, width); only those under the mask count.
+        loss_mask: nonzero at the response tokens that the policy sampled, shape (rows, width).
+        uids: the prompt of each row, in any order; any hashable. For estimators that compare rollouts of one prompt.
+        values: the value head's output at each token, shape (rows, width); for "gae".
+        is_padding: shape (rows,); padding rows are excluded from all statistics and have advantages of 0.
 
     Raises:
-        InvalidInput: shapes that do not fit, or a jagged mask.
+        InvalidInput: shapes do not match, or the mask is jagged.
     """
 
     rewards: torch.Tensor
@@ -50,7 +49,7 @@ class AdvantageInputs:
 
     @property
     def real(self) -> torch.Tensor:
-        """True for rows that are no padding, shape (rows,)."""
+        """True for rows other than padding, shape (rows,)."""
         if self.is_padding is None:
             return torch.ones(self.loss_mask.shape[0], dtype=torch.bool, device=self.loss_mask.device)
         return ~torch.as_tensor(self.is_padding, device=self.loss_mask.device).bool()
@@ -58,13 +57,13 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """Settings of the estimators; each says which of them it reads.
+    """Settings of the estimators, each of which documents what it reads.
 
     Args:
-        gamma: discount of a token, from 0 to 1.
-        lam: weight of GAE, from 0 to 1.
-        whiten: GAE's advantages get mean 0 and variance 1 over all tokens of the step.
-        norm_by_std: GRPO divides by the standard deviation of the group; False is Dr.GRPO's (arXiv 2503.20783).
+        gamma: discount per token, from 0 to 1.
+        lam: λ of GAE, from 0 to 1.
+        whiten: normalize GAE's advantages to mean 0 and variance 1 over all tokens of the step.
+        norm_by_std: GRPO divides by the standard deviation of the group; False for Dr.GRPO (arXiv 2503.20783).
         epsilon: added to that standard deviation.
 
     Raises:
@@ -88,7 +87,7 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Advantages:
-    """What an estimator returns: both of shape (rows, width), 0 where no token counts, without gradient."""
+    """What an estimator returns: both of shape (rows, width), 0 at masked positions, without gradient."""
 
     advantages: torch.Tensor
     returns: torch.Tensor
@@ -103,13 +102,13 @@ def compute_advantages(name: str, inputs: AdvantageInputs, config: AdvantageConf
     """Advantages and returns of each token by ``advantage_estimators[name]``.
 
     Args:
-        name: "gae", "grpo", "rloo" or what has been registered.
+        name: "gae", "grpo", "rloo" or a registered one.
         inputs: the rows of the whole step, before they are split over ranks.
         config: settings; the defaults if None.
 
     Raises:
-        UnknownName: no such estimator.
-        InvalidInput: the estimator needs values or uids that are missing.
+        UnknownName: there is no such estimator.
+        InvalidInput: the values or uids that the estimator needs are missing.
 
     >>> found = compute_advantages("rloo", AdvantageInputs(
     ...     rewards=torch.tensor([1.0, 0.0, 7.0]), loss_mask=torch.tensor([[1, 1], [1, 0], [1, 1]]),
@@ -126,15 +125,15 @@ def compute_advantages(name: str, inputs: AdvantageInputs, config: AdvantageConf
 
 @advantage_estimators.decorator("gae")
 def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """Generalized advantage estimation, over the tokens under the mask.
+    """Generalized advantage estimation over the tokens under the mask.
 
-    With ``t+1`` the next token under the mask, and 0 after the last::
+    Where ``t+1`` is the next token under the mask, and values after the last token are 0::
 
         δ_t = r_t + gamma · V_{t+1} - V_t;   A_t = δ_t + gamma · lam · A_{t+1};   R_t = A_t + V_t
 
-    then, with ``whiten``, ``A ← (A - mean) / sqrt(var + 1e-8)`` over all real tokens (var with n - 1). Tokens in
-    between that the policy did not draw (a tool's answer) are passed over. A reward of the row is that of its last
-    token. Reads ``gamma``, ``lam``, ``whiten``.
+    then, with ``whiten``, ``A ← (A - mean) / sqrt(var + 1e-8)`` over all real tokens (var with n - 1). Tokens that
+    the policy did not sample (a tool's answer) are skipped. A row's reward belongs to its last token. Reads ``gamma``,
+    ``lam``, ``whiten``.
 
     Source: arXiv 1506.02438, eq. 16.
     """
@@ -161,13 +160,13 @@ def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 @advantage_estimators.decorator("grpo")
 def grpo_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """GRPO: how much better than the other rollouts of its prompt, the same at each token of the row.
+    """GRPO: the reward relative to the prompt's other rollouts, the same at each token of the row.
 
     ::
 
         A = (R - mean of the group) / (std of the group + epsilon)       std with n - 1; left out without norm_by_std
 
-    A prompt with a single rollout has nothing to compare with: mean 0 and std 1 are taken, as verl does. Reads
+    A prompt with a single rollout uses mean 0 and std 1, as in verl. Reads
     ``norm_by_std``, ``epsilon``.
 
     Source: arXiv 2402.03300, section 4.1.2; without the std arXiv 2503.20783, section 3.
@@ -186,13 +185,13 @@ def grpo_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Advanta
 
 @advantage_estimators.decorator("rloo")
 def rloo_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """RLOO: the reward less the mean reward of the *other* rollouts of the prompt.
+    """RLOO: the reward minus the mean reward of the *other* rollouts of the prompt.
 
     ::
 
         A_i = R_i - Σ_{j ≠ i} R_j / (n - 1)
 
-    A prompt with a single rollout keeps its reward, as verl does. Reads no setting.
+    A prompt with a single rollout keeps its reward, as in verl. Reads no setting.
 
     Source: arXiv 2402.14740, REINFORCE leave-one-out.
     """
@@ -203,7 +202,7 @@ def rloo_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Advanta
 
 
 def _scores(inputs: AdvantageInputs, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Reward of each real row, the number of its group, and the size of each group."""
+    """Reward and group index of each real row, and the size of each group."""
     if inputs.uids is None:
         raise InvalidInput(must("uids", f"be given with {name!r}", None, "pass the prompt of each row"))
     rewards = inputs.rewards
@@ -221,7 +220,7 @@ def _per_group(values: torch.Tensor, group: torch.Tensor, sizes: torch.Tensor) -
 
 
 def _at_each_token(inputs: AdvantageInputs, scores: torch.Tensor) -> Advantages:
-    """Scores of the real rows at each of their tokens; returns are the same, as there is no value head."""
+    """Scores of the real rows at each of their tokens; returns are the same without a value head."""
     per_row = scores.new_zeros(inputs.loss_mask.shape[0])
     per_row[inputs.real] = scores
     sequences = sequences_of(inputs.loss_mask, is_padding=inputs.is_padding)

@@ -1,4 +1,4 @@
-"""Sum over my tokens / global count × dp: the same loss and gradient whatever the ranks and micro-batches."""
+"""Sum over local tokens ÷ global count × dp: the same loss and gradient for any ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def agg_loss(
     segment_ids: torch.Tensor | None = None,
     is_padding: Any = None,
 ) -> torch.Tensor:
-    """One micro-batch's share of a mini-batch loss, with verl's arguments (0.9.1, ``core_algos.agg_loss``).
+    """One micro-batch's share of a mini-batch loss, with the arguments of verl 0.9.1's ``core_algos.agg_loss``.
 
-    Shares add up over micro-batches; the mean over ranks, which data-parallel engines take, gives the loss::
+    Shares add up over micro-batches; their mean over ranks, which data-parallel engines compute, is the loss::
 
         token-mean               dp · Σ_tokens loss / batch_num_tokens
         token-sum                dp · Σ_tokens loss
@@ -35,27 +35,27 @@ def agg_loss(
         seq-mean-token-mean      dp · Σ_rows mean_tokens loss / global_batch_size
         seq-mean-token-sum-norm  dp · Σ_rows Σ_tokens loss / (global_batch_size · loss_scale_factor)
 
-    Masked positions are selected out, so that NaN or infinity there changes neither value nor gradient. Where no token
-    counts, the share is 0, its gradient is exactly 0, and it is attached to the graph all the same.
+    Masked positions are dropped first, so NaN or infinity there changes neither value nor gradient. If no token counts,
+    the share is 0 with a gradient of exactly 0, and it is still attached to the graph.
 
     Args:
         loss_mat: loss of each token, shape (rows, width), or jagged like the mask.
         loss_mask: nonzero where a token counts, shape (rows, width), or jagged.
         loss_agg_mode: one of the five above.
         dp_size: data-parallel ranks whose gradients are averaged.
-        batch_num_tokens: tokens under the mask in the whole mini-batch; with one rank, those of this call if None.
-        global_batch_size: real rows (sequences) of the whole mini-batch; with one rank, those of this call that have a
-            token if None.
+        batch_num_tokens: tokens under the mask in the whole mini-batch; None for those of this call, on one rank.
+        global_batch_size: real rows (sequences) in the whole mini-batch; None for the rows of this call with a token
+            under the mask, on one rank.
         loss_scale_factor: constant horizon of the norm mode.
-        segment_ids: for rows that hold several sequences, shape (rows, width): equal within a sequence, 0 for none. A
-            "row" of the formulas is then a sequence.
-        is_padding: shape (rows,); True for rows that are out whatever their mask.
+        segment_ids: for rows with several sequences, shape (rows, width): equal within a sequence, 0 for none. A "row"
+            in the formulas is then a sequence.
+        is_padding: shape (rows,); True for rows to exclude whatever their mask.
 
     Returns:
         A scalar.
 
     Raises:
-        InvalidInput: an unknown mode, a global count or horizon that the mode needs is missing, or shapes that differ.
+        InvalidInput: the mode is unknown, a global count or horizon is missing, or shapes differ.
 
     >>> loss, mask = torch.tensor([[1.0, 2.0, 9.0], [4.0, 5.0, 6.0]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
     >>> float(agg_loss(loss, mask, "token-mean")), float(agg_loss(loss, mask, "seq-mean-token-mean"))
@@ -112,8 +112,8 @@ def aggregate(
 def local_mean(loss_mat: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
     """Mean over the tokens of this call alone: ``Σ_tokens loss / tokens``.
 
-    For a number to look at. It is no share of a mini-batch loss: the mean of such means over micro-batches or ranks of
-    unequal size is another loss, and changes with the plan.
+    For inspection only. It is not a share of a mini-batch loss: the mean of such means over micro-batches or ranks of
+    unequal size is a different loss, which changes with the plan.
 
     Args:
         loss_mat: loss of each token, shape (rows, width), or jagged like the mask.
@@ -138,7 +138,7 @@ def group_mean(
     group_num_tokens: torch.Tensor | None = None,
     is_padding: Any = None,
 ) -> torch.Tensor:
-    """One micro-batch's share of a loss in which each group weighs the same, however many tokens it has.
+    """One micro-batch's share of a loss in which all groups have the same weight, however many tokens they have.
 
     ::
 
@@ -147,17 +147,17 @@ def group_mean(
     Args:
         loss_mat: loss of each token, shape (rows, width), or jagged like the mask.
         loss_mask: nonzero where a token counts.
-        group_ids: number of each row's group, from 0, shape (rows,).
+        group_ids: index of each row's group, from 0, shape (rows,).
         dp_size: data-parallel ranks whose gradients are averaged.
-        group_num_tokens: tokens under the mask of each group in the whole mini-batch, shape (groups,); with one rank,
-            those of this call if None. Groups without a token are not counted.
-        is_padding: shape (rows,); True for rows that are out whatever their mask.
+        group_num_tokens: tokens under the mask of each group in the whole mini-batch, shape (groups,); None for those
+            of this call, on one rank. Groups without a token do not count.
+        is_padding: shape (rows,); True for rows to exclude whatever their mask.
 
     Returns:
         A scalar; 0 where no token counts.
 
     Raises:
-        InvalidInput: more than one rank and no global counts, or shapes that differ.
+        InvalidInput: there is more than one rank but no global counts, or shapes differ.
 
     >>> loss = torch.cat([torch.ones(1, 10), torch.zeros(1, 10)])
     >>> float(group_mean(loss, torch.ones(2, 10), torch.tensor([0, 1])))

@@ -1,4 +1,4 @@
-"""What the losses of one optimizer step are divided by: counted over all ranks, or known from the plan."""
+"""The denominators of an optimizer step's losses, counted over all ranks or taken from the plan."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from equipoise.training.loss.sequences import segment_keys, sequences_of
 
 @dataclass(frozen=True, kw_only=True)
 class LossDenominators:
-    """What the losses of one optimizer step are divided by, over all ranks.
+    """The denominators of an optimizer step's losses, over all ranks.
 
     Attributes:
         num_tokens: real tokens under the loss mask.
-        num_rows: real rows; of packed rows, the real sequences in them. One whose mask is all zero counts too: leaving
-            tokens of a row out must not change the weight of the other rows.
+        num_rows: real rows, or real sequences in packed rows. A row with an all-zero mask counts too: masking a row
+            must not change the weight of the others.
     """
 
     num_tokens: int
@@ -30,7 +30,7 @@ class LossDenominators:
 
     @property
     def is_empty(self) -> bool:
-        """True where no token counts: loss and gradient are 0, and the optimizer step is to be skipped."""
+        """True if no token counts: loss and gradient are 0, and the optimizer step should be skipped."""
         return self.num_tokens == 0
 
     @classmethod
@@ -42,16 +42,16 @@ class LossDenominators:
         segment_ids: torch.Tensor | None = None,
         group: Any = None,
     ) -> LossDenominators:
-        """Count this rank's rows of the mini-batch and add up over ``group`` in one all-gather.
+        """Count this rank's rows of the mini-batch and sum over ``group`` in one all-gather.
 
         Args:
             loss_mask: shape (rows, width), or jagged; nonzero where a token counts.
-            is_padding: shape (rows,); padding rows are not counted, whatever their mask.
-            segment_ids: shape (rows, width), for rows that hold several sequences; 0 for none.
+            is_padding: shape (rows,); padding rows do not count, whatever their mask.
+            segment_ids: shape (rows, width), for rows with several sequences; 0 for none.
             group: process group of the data-parallel ranks; None for this process alone.
 
         Raises:
-            InvalidInput: shapes that do not fit, on any rank.
+            InvalidInput: shapes do not match on some rank.
 
         >>> LossDenominators.of(torch.tensor([[1, 1, 0], [1, 1, 1]]), is_padding=[False, True])
         LossDenominators(num_tokens=2, num_rows=1)
@@ -73,10 +73,10 @@ class LossDenominators:
         Args:
             plan: the plan of the whole step.
             loss_tokens: tokens under the loss mask of each row, shape (n,), in the caller's numbering.
-            is_padding: as it was given to :func:`equipoise.plan_step`.
+            is_padding: as passed to :func:`equipoise.plan_step`.
 
         Raises:
-            InvalidInput: not one value per row of the plan, or other padding rows than the plan's.
+            InvalidInput: there is not one value per row of the plan, or the padding rows are not those of the plan.
 
         >>> from equipoise import StepSpec, plan_step
         >>> plan = plan_step([5, 4, 3, 2], StepSpec(dp_size=2, num_mini_batches=2))
@@ -104,7 +104,7 @@ class LossDenominators:
 
 
 def _num_rows(loss_mask: torch.Tensor, is_padding: Any, segment_ids: torch.Tensor | None) -> torch.Tensor:
-    """Real rows, or the real sequences in packed ones."""
+    """Real rows, or real sequences in packed rows."""
     padding = torch.zeros(loss_mask.shape[0], dtype=torch.bool, device=loss_mask.device)
     if is_padding is not None:
         padding = torch.as_tensor(is_padding, device=loss_mask.device).bool()

@@ -1,4 +1,4 @@
-"""Importance weights between the engine that drew the tokens and the one that trains on them."""
+"""Importance weights between the engine that sampled the tokens and the engine that trains on them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def rollout_weights(
     with the logarithm clamped to ±20. No gradient flows through them.
 
     Args:
-        old_log_prob: by the training engine before the update, shape (rows, width), or jagged.
-        rollout_log_prob: by the rollout engine, of the same tokens.
-        loss_mask: nonzero where a token counts; others are selected out before the exponential.
+        old_log_prob: from the training engine before the update, shape (rows, width), or jagged.
+        rollout_log_prob: from the rollout engine, for the same tokens.
+        loss_mask: nonzero where a token counts; others are dropped before the exponential.
         level: "token" (biased, low variance) or "sequence".
         cap: largest weight, above 0.
-        segment_ids: for rows that hold several sequences; 0 for none.
+        segment_ids: for rows with several sequences; 0 for none.
 
     Returns:
         Weights in the layout of ``old_log_prob``; 1 where no token counts.
 
     Raises:
-        InvalidInput: an unknown level, a cap that is not above 0, or shapes that differ.
+        InvalidInput: the level is unknown, the cap is not above 0, or shapes differ.
 
     >>> rollout_weights(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, -5.0]]), torch.ones(1, 2))
     tensor([[1., 2.]])

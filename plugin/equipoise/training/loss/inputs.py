@@ -1,4 +1,4 @@
-"""What a policy loss is computed from, and the settings that all policy losses share."""
+"""The inputs and settings of all policy losses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from equipoise.training.loss.sequences import Sequences, flat, sequences_of
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Settings of the policy losses; each loss says which of them it reads.
+    """Settings of the policy losses, each of which documents what it reads.
 
     Args:
-        clip_low: the ratio is clipped from below at ``1 - clip_low``; 1 for no lower clip.
-        clip_high: the ratio is clipped from above at ``1 + clip_high``. Above ``clip_low`` it is DAPO's clip-higher
+        clip_low: the lower clip of the ratio is ``1 - clip_low``; 1 for none.
+        clip_high: the upper clip of the ratio is ``1 + clip_high``. A value above ``clip_low`` is DAPO's clip-higher
             (arXiv 2503.14476, section 3.1).
-        dual_clip: with a negative advantage, a token's loss is at most ``dual_clip · |advantage|`` (arXiv 1912.09729,
-            dual-clip PPO); above 1, or None for no such bound.
+        dual_clip: for a negative advantage, a token's loss is at most ``dual_clip · |advantage|`` (dual-clip PPO, arXiv
+            1912.09729); above 1, or None for no bound.
         kl_coef: weight of the KL term in the loss; 0 for none.
         kl_kind: its estimator, see :func:`equipoise.kl_penalty`.
         entropy_coef: weight of the entropy bonus; 0 for none.
@@ -56,21 +56,21 @@ class PolicyConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyInputs:
-    """One micro-batch, token by token: everything of shape (rows, width), or everything jagged.
+    """One micro-batch, token by token: all columns of shape (rows, width), or all jagged.
 
     Args:
-        log_prob: of the tokens under the policy that is trained; gradients flow through it.
-        old_log_prob: under the policy at the beginning of the trainer step.
-        advantages: of the tokens.
+        log_prob: log-probs of the tokens under the current policy; gradients flow through it.
+        old_log_prob: under the policy at the start of the trainer step.
+        advantages: advantages of the tokens.
         loss_mask: nonzero where a token counts.
-        ref_log_prob: under the reference; for the KL term.
-        entropy: of the policy at each token; for the bonus. Gradients flow through it.
+        ref_log_prob: under the reference policy; for the KL term.
+        entropy: entropy of the policy at each token; for the bonus. Gradients flow through it.
         rollout_weights: importance weights of the tokens, see :func:`equipoise.rollout_weights`.
-        segment_ids: for rows that hold several sequences; 0 for none.
-        is_padding: shape (rows,); True for rows that are out whatever their mask.
+        segment_ids: for rows with several sequences; 0 for none.
+        is_padding: shape (rows,); True for rows to exclude whatever their mask.
 
     Raises:
-        InvalidInput: a shape that is not the mask's.
+        InvalidInput: a shape differs from the mask's.
     """
 
     log_prob: torch.Tensor
@@ -93,12 +93,12 @@ class PolicyInputs:
                 flat(column, self.loss_mask, field.name)
 
     def select(self, sequences: Sequences | None = None) -> SelectedTokens:
-        """The inputs with neutral values wherever no token counts, so that nothing there reaches a value or gradient.
+        """The inputs with neutral values at masked positions, so that nothing there reaches a value or gradient.
 
         Half precision becomes float32; only ``log_prob`` and ``entropy`` keep their graph.
 
         Args:
-            sequences: of these inputs, where they are known already.
+            sequences: those of these inputs, if already known.
         """
         if sequences is None:
             sequences = sequences_of(self.loss_mask, segment_ids=self.segment_ids, is_padding=self.is_padding)
@@ -130,16 +130,16 @@ class PolicyInputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SelectedTokens:
-    """What a policy loss sees: finite tensors of one shape (rows, width), and which tokens count.
+    """What a policy loss gets: finite tensors of one shape (rows, width), and which tokens count.
 
     Attributes:
         sequences: which tokens count, and sums over sequences.
-        log_prob: as in :class:`PolicyInputs`, as are the others; 0 where no token counts.
+        log_prob: as in :class:`PolicyInputs`, like the others; 0 at masked positions.
         old_log_prob: no gradient.
         advantages: no gradient.
         ref_log_prob: no gradient.
         entropy: with its graph.
-        rollout_weights: no gradient; 1 where no token counts.
+        rollout_weights: no gradient; 1 at masked positions.
     """
 
     log_prob: torch.Tensor
@@ -151,7 +151,7 @@ class SelectedTokens:
     rollout_weights: torch.Tensor | None
 
     def weighted(self, losses: torch.Tensor) -> torch.Tensor:
-        """``losses`` times the rollout's importance weights, where there are any."""
+        """``losses`` times the rollout's importance weights, if any."""
         return losses if self.rollout_weights is None else losses * self.rollout_weights
 
 
@@ -160,10 +160,10 @@ class PerToken:
     """What a policy loss returns, before any aggregation.
 
     Attributes:
-        loss: of each token, shape (rows, width), with its graph.
-        means: tensors of that shape to be logged as their mean over tokens, by name.
-        largest: to be logged as their largest value.
-        smallest: to be logged as their smallest value.
+        loss: loss of each token, shape (rows, width), with its graph.
+        means: tensors of that shape to log as a mean over tokens, by name.
+        largest: tensors to log as their maximum.
+        smallest: tensors to log as their minimum.
     """
 
     loss: torch.Tensor

@@ -31,7 +31,7 @@ KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+")
 
 
 def kl_penalty(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) -> torch.Tensor:
-    """Estimate KL(policy ‖ reference) of each token from the tokens that the policy drew.
+    """Estimate KL(policy ‖ reference) at each token from sampled tokens.
 
     With ``d = log_prob - ref_log_prob``::
 
@@ -40,19 +40,19 @@ def kl_penalty(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) ->
         k3  exp(-d) + d - 1         unbiased value, never negative; d is clamped to ±20, the result to at most 10
         k1+, k3+                    the value of k1 or k3 with the gradient of k2 (straight through)
 
-    No mask is taken: positions that are masked later must not hold NaN here. :func:`equipoise.policy_loss` selects its
-    inputs before.
+    There is no mask: positions that are masked later must not be NaN here. :func:`equipoise.policy_loss` drops them
+    before.
 
     Args:
-        log_prob: of the policy, natural logarithm, any shape.
-        ref_log_prob: of the reference, the same shape.
+        log_prob: log-probs under the policy, in nats, any shape.
+        ref_log_prob: under the reference, the same shape.
         kind: one of the above.
 
     Returns:
         The estimates, the same shape.
 
     Raises:
-        InvalidInput: an unknown kind, or shapes that differ.
+        InvalidInput: the kind is unknown, or shapes differ.
 
     >>> kl_penalty(torch.tensor(-1.0), torch.tensor(-3.0), "k1")
     tensor(2.)

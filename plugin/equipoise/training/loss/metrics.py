@@ -1,4 +1,4 @@
-"""Numbers to log: sums and counts, merged over micro-batches, ranks and optimizer steps, divided once."""
+"""Metrics as sums and counts, merged over micro-batches, ranks and optimizer steps, and divided once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from equipoise.together import device_of, gather_numbers, gather_texts
 from equipoise.training.loss.sequences import flat, sequences_of
 
 Scalar = Union[float, int, torch.Tensor]  # noqa: UP007 - evaluated at run time, on Python 3.10 too
-"""A number, or a tensor of one element: it stays on its device until ``value`` is asked for."""
+"""A number, or a tensor of one element, which stays on its device until ``value`` is read."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Metric:
     """A mean: ``Σ values / Σ counts``.
 
     Args:
-        sum: sum of what is averaged.
+        sum: sum of the values.
         count: how much was summed, at least 0: tokens, rows, or a share of an optimizer step.
 
     Raises:
-        InvalidInput: a negative count, or a tensor of more than one element.
+        InvalidInput: the count is negative, or a tensor has more than one element.
 
     >>> (Metric(50.0, 100) + Metric(270.0, 900)).value
     0.32
@@ -48,14 +48,14 @@ class Metric:
 
     @classmethod
     def of(cls, values: torch.Tensor, mask: torch.Tensor) -> Metric:
-        """The values where the mask is not 0, summed in float64.
+        """The mean of the values under the mask, summed in float64.
 
         Args:
             values: any shape, or jagged.
             mask: of the same shape.
 
         Raises:
-            InvalidInput: shapes that differ.
+            InvalidInput: shapes differ.
 
         >>> Metric.of(torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([1, 1, 0])).value
         2.0
@@ -66,16 +66,16 @@ class Metric:
 
     @staticmethod
     def max(value: Scalar) -> MaxMetric:
-        """The largest of what is merged."""
+        """A maximum."""
         return MaxMetric(value)
 
     @staticmethod
     def min(value: Scalar) -> MinMetric:
-        """The smallest of what is merged."""
+        """A minimum."""
         return MinMetric(value)
 
     def merge(self, other: AnyMetric) -> Metric:
-        """Both together.
+        """Merge with another metric.
 
         Raises:
             InvalidInput: ``other`` is of another kind.
@@ -87,18 +87,18 @@ class Metric:
 
     @property
     def is_empty(self) -> bool:
-        """True where nothing was counted."""
+        """True if nothing was counted."""
         return float(self.count) == 0
 
     @property
     def value(self) -> float:
-        """Sum / count; 0 where nothing was counted (:func:`metric_values` leaves such metrics out)."""
+        """Sum / count; 0 if nothing was counted (:func:`metric_values` drops such metrics)."""
         return float(self.sum) / float(self.count) if not self.is_empty else 0.0
 
 
 @dataclass(frozen=True)
 class MaxMetric:
-    """The largest of what is merged; ``-inf`` is nothing.
+    """A maximum; ``-inf`` if nothing was merged.
 
     >>> (Metric.max(1.0) + Metric.max(3.0)).value
     3.0
@@ -110,14 +110,14 @@ class MaxMetric:
         object.__setattr__(self, "largest", _scalar("largest", self.largest))
 
     def merge(self, other: AnyMetric) -> MaxMetric:
-        """Both together; raises as :meth:`Metric.merge` does."""
+        """Merge with another metric; raises like :meth:`Metric.merge`."""
         return MaxMetric(_larger(self.largest, _same_kind(self, other).largest))
 
     __add__ = merge
 
     @property
     def is_empty(self) -> bool:
-        """True where there was nothing to take the largest of."""
+        """True if nothing was merged."""
         return float(self.largest) == float("-inf")
 
     @property
@@ -128,7 +128,7 @@ class MaxMetric:
 
 @dataclass(frozen=True)
 class MinMetric:
-    """The smallest of what is merged; ``inf`` is nothing.
+    """A minimum; ``inf`` if nothing was merged.
 
     >>> (Metric.min(1.0) + Metric.min(3.0)).value
     1.0
@@ -140,14 +140,14 @@ class MinMetric:
         object.__setattr__(self, "smallest", _scalar("smallest", self.smallest))
 
     def merge(self, other: AnyMetric) -> MinMetric:
-        """Both together; raises as :meth:`Metric.merge` does."""
+        """Merge with another metric; raises like :meth:`Metric.merge`."""
         return MinMetric(-_larger(-self.smallest, -_same_kind(self, other).smallest))
 
     __add__ = merge
 
     @property
     def is_empty(self) -> bool:
-        """True where there was nothing to take the smallest of."""
+        """True if nothing was merged."""
         return float(self.smallest) == float("inf")
 
     @property
@@ -161,10 +161,10 @@ AnyMetric = Union[Metric, MaxMetric, MinMetric]  # noqa: UP007 - as above
 
 
 def merge_metrics(parts: Iterable[Mapping[str, AnyMetric]]) -> dict[str, AnyMetric]:
-    """Metrics of several micro-batches or optimizer steps as one; what one of them lacks counts nothing there.
+    """Merge the metrics of several micro-batches or optimizer steps; a missing name counts nothing.
 
     Raises:
-        InvalidInput: two kinds under one name.
+        InvalidInput: one name has metrics of two kinds.
 
     >>> merged = merge_metrics([{"kl": Metric(1.0, 10)}, {"kl": Metric(3.0, 10)}])
     >>> merged["kl"].value
@@ -184,7 +184,7 @@ def merge_metrics(parts: Iterable[Mapping[str, AnyMetric]]) -> dict[str, AnyMetr
 
 
 def metric_values(metrics: Mapping[str, AnyMetric], *, prefix: str = "") -> dict[str, float]:
-    """Plain numbers for a tracker; metrics that counted nothing are left out.
+    """Plain numbers for a tracker; metrics that counted nothing are dropped.
 
     >>> metric_values({"kl": Metric(1.0, 10), "none": Metric(0, 0)}, prefix="actor/")
     {'actor/kl': 0.1}
@@ -193,10 +193,10 @@ def metric_values(metrics: Mapping[str, AnyMetric], *, prefix: str = "") -> dict
 
 
 def reduce_metrics(metrics: Mapping[str, AnyMetric], *, group: Any = None) -> dict[str, AnyMetric]:
-    """Merge over the ranks of ``group``: one all-reduce for all means, one for all largest and smallest.
+    """Merge over the ranks of ``group``: one all-reduce for all means, one for all maxima and minima.
 
-    A small all-gather before them tells whether all ranks have the same names and kinds, so that a difference is an
-    error on every rank and none is left waiting.
+    A small all-gather first checks that all ranks have the same names and kinds, so that a difference is an error on
+    every rank and none keeps waiting.
 
     Args:
         metrics: this rank's, by name.
@@ -206,7 +206,7 @@ def reduce_metrics(metrics: Mapping[str, AnyMetric], *, group: Any = None) -> di
         The same on every rank, sorted by name.
 
     Raises:
-        InvalidInput: ranks differ in names or kinds, or a value is no metric; on all ranks alike.
+        InvalidInput: ranks differ in names or kinds, or a value is not a metric; raised on all ranks.
     """
     if group is None:
         names = list(_checked(metrics))
@@ -232,9 +232,9 @@ class _Sums:
     """The metrics of a rank as two vectors, by kind and name.
 
     Attributes:
-        kinds: name of the class by metric, sorted by metric.
+        kinds: class name of each metric, sorted by metric.
         means: sum and count of each mean, one after the other.
-        extremes: the largest of each, and the negated smallest of each.
+        extremes: the maxima and the negated minima.
     """
 
     kinds: dict[str, str]
@@ -276,7 +276,7 @@ def _checked(metrics: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:
     """The metrics sorted by name.
 
     Raises:
-        InvalidInput: a value is no metric.
+        InvalidInput: a value is not a metric.
     """
     found = {str(name): metrics[name] for name in sorted(metrics, key=str)}
     for name, metric in found.items():
@@ -295,7 +295,7 @@ def _digest(kinds: dict[str, str]) -> int:
 
 
 def _difference(kinds: dict[str, str], group: Any) -> InvalidInput:
-    """The error of ranks with other names or kinds, the same on all."""
+    """The error for ranks with other names or kinds, the same on all ranks."""
     texts = gather_texts(lambda: json.dumps(kinds), group=group, doing="comparing metrics")
     everyones = [set(cast("dict[str, str]", json.loads(text)).items()) for text in texts]
     common = set[tuple[str, str]].intersection(*everyones)
@@ -311,7 +311,7 @@ def _scalar(field: str, value: Scalar) -> Scalar:
         raise InvalidInput(must(field, "be one number", tuple(value.shape), "sum it first, or use Metric.of"))
     value = value.detach().reshape(())
     if value.dtype in (torch.float16, torch.bfloat16):
-        return value.float()  # as sums they would stop growing at a few thousand
+        return value.float()  # half-precision sums would stop growing at a few thousand
     return value if value.is_floating_point() else value.long()
 
 

@@ -1,4 +1,4 @@
-"""``policy_loss``: a micro-batch's share of the whole loss, and what it has to log."""
+"""``policy_loss``: a micro-batch's share of the whole loss, and its metrics."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ def policy_loss(
     loss_scale_factor: float | None = None,
     prefix: str = "actor/",
 ) -> tuple[torch.Tensor, dict[str, AnyMetric]]:
-    """One micro-batch's share of the policy loss of an optimizer step, with its KL term and entropy bonus.
+    """One micro-batch's share of an optimizer step's policy loss, with KL term and entropy bonus.
 
     ::
 
         L = agg(l) + kl_coef · agg(KL) - entropy_coef · agg(entropy)
 
     where ``l`` is the loss of each token by ``policy_losses[name]`` and ``agg`` is :func:`equipoise.agg_loss`. Shares
-    add up over micro-batches, and the mean over ranks is the loss; metrics merge to the same numbers whatever the ranks
+    add up over micro-batches, and their mean over ranks is the loss. Metrics merge to the same numbers for any ranks
     and micro-batches: ``loss``, ``pg_loss``, ``kl_loss`` and ``entropy_loss`` per optimizer step, the others per token.
 
-    Masked positions and padding rows are selected out before anything is computed from them. A micro-batch without a
-    token gives 0, attached to the graph, with a gradient of exactly 0, and metrics that count nothing.
+    Masked positions and padding rows are dropped before anything is computed from them. A micro-batch without a token
+    under the mask returns 0, attached to the graph, with a gradient of exactly 0, and metrics that count nothing.
 
     Args:
         name: one of ``equipoise.policy_losses``.
         inputs: the tokens of the micro-batch.
         config: settings; the defaults if None.
-        loss_agg_mode: of :func:`equipoise.agg_loss`; the loss's own default if None.
-        denominators: of the whole optimizer step, over all ranks; those of this call if None, with one rank. They count
-            rows without a token too (:class:`LossDenominators`), which ``agg_loss`` by itself leaves out.
+        loss_agg_mode: see :func:`equipoise.agg_loss`; None for the loss's own default.
+        denominators: of the whole optimizer step, over all ranks; None for those of this call, on one rank. They also
+            count rows without a token (:class:`LossDenominators`), which ``agg_loss`` by itself does not.
         dp_size: data-parallel ranks whose gradients are averaged.
         loss_scale_factor: constant horizon of "seq-mean-token-sum-norm".
-        prefix: of the metrics' names.
+        prefix: prefix of the metrics' names.
 
     Returns:
         The share, a scalar, and the metrics.
 
     Raises:
-        UnknownName: no such loss.
-        InvalidInput: a mode that the loss does not go with, denominators, a horizon or a column that is missing.
+        UnknownName: there is no such loss.
+        InvalidInput: the loss does not support the mode, or denominators, a horizon or a column is missing.
 
     >>> x = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     >>> inputs = PolicyInputs(log_prob=x, old_log_prob=x.detach(), advantages=torch.ones(1, 2),

@@ -1,4 +1,4 @@
-"""Which tokens count, and which sequence each belongs to: padded, packed and jagged batches in one form."""
+"""Which tokens count and which sequence each belongs to, in one form for padded, packed and jagged batches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from equipoise.errors import InvalidInput, must
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sequences:
-    """Sums over sequences and back: a row is one, or holds several of them.
+    """Sums over sequences and back; a row is one sequence or holds several.
 
     Attributes:
         chosen: True where a token counts, shape (rows, width).
-        index: number of the sequence of each position, shape (rows, width); None where each row is one sequence.
-        num: number of sequences, those without a token that counts included.
+        index: sequence of each position, shape (rows, width); None if each row is one sequence.
+        num: number of sequences, including those without a token that counts.
     """
 
     chosen: torch.Tensor
@@ -26,13 +26,13 @@ class Sequences:
     num: int
 
     def select(self, values: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
-        """``values`` where a token counts, ``fill`` elsewhere; nothing flows back to what was there."""
+        """``values`` where a token counts, ``fill`` elsewhere; no gradient flows to the values replaced."""
         return torch.where(self.chosen, values, torch.full_like(values, fill))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of each sequence, shape (num,), of values that are 0 where no token counts.
+        """Sum over each sequence, shape (num,), of values that are 0 where no token counts.
 
-        For packed rows on a GPU the order of the additions is fixed only under
+        For packed rows on a GPU, the order of additions is fixed only under
         ``torch.use_deterministic_algorithms(True)``.
         """
         if self.index is None:
@@ -53,17 +53,17 @@ class Sequences:
 def sequences_of(
     loss_mask: torch.Tensor, *, segment_ids: torch.Tensor | None = None, is_padding: Any = None
 ) -> Sequences:
-    """The tokens that count: under the mask, in a segment, in no padding row.
+    """The tokens that count: under the mask, in a segment, and not in a padding row.
 
     Args:
         loss_mask: shape (rows, width), or jagged (its rows are then the sequences of one packed row); nonzero where a
             token counts.
-        segment_ids: shape (rows, width), for rows that hold several sequences: equal within a sequence, 0 for none. The
-            same number in another row is another sequence.
-        is_padding: shape (rows,); True for rows that are not counted, whatever their mask.
+        segment_ids: shape (rows, width), for rows with several sequences: equal within a sequence, 0 for none. The same
+            number in another row is another sequence.
+        is_padding: shape (rows,); True for rows that do not count, whatever their mask.
 
     Raises:
-        InvalidInput: shapes that do not fit, or segment ids beside a jagged mask.
+        InvalidInput: shapes do not match, or there are segment ids with a jagged mask.
     """
     of_kind("loss_mask", loss_mask, torch.Tensor, "pass one value per token")
     padding = None if is_padding is None else _as_row_flags(is_padding, loss_mask)
@@ -88,7 +88,7 @@ def sequences_of(
 
 
 def segment_keys(segment_ids: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A number for each (row, segment), shape (rows, width), and where there is a segment at all."""
+    """The index of each (row, segment), shape (rows, width), and where there is a segment at all."""
     if segment_ids.shape != loss_mask.shape or loss_mask.dim() != 2 or segment_ids.is_floating_point():
         found = f"{segment_ids.dtype} of shape {tuple(segment_ids.shape)}"
         rule = f"be whole numbers of the mask's shape {tuple(loss_mask.shape)}"
@@ -101,12 +101,12 @@ def segment_keys(segment_ids: torch.Tensor, loss_mask: torch.Tensor) -> tuple[to
 
 
 def flat(column: torch.Tensor, mask: torch.Tensor, field: str) -> torch.Tensor:
-    """``column`` in the form in which :func:`sequences_of` puts ``mask``: jagged rows one after another, (1, tokens).
+    """``column`` in the form of :func:`sequences_of`: jagged rows are concatenated, shape (1, tokens).
 
     Half precision becomes float32: a sum of thousands of tokens would stop growing, or overflow.
 
     Raises:
-        InvalidInput: the column is not of the mask's shape.
+        InvalidInput: the column does not have the mask's shape.
     """
     of_kind(field, column, torch.Tensor, "pass one value per token")
     if column.is_nested != mask.is_nested:
@@ -119,7 +119,7 @@ def flat(column: torch.Tensor, mask: torch.Tensor, field: str) -> torch.Tensor:
             raise InvalidInput(must(field, rule, tuple(column.shape), "pass one value per token"))
         return _wide(column)
     lengths = _row_lengths(column, field)
-    # equal shapes share their offsets, which needs no look at the values
+    # equal shapes share their offsets, so no values are read
     if column.shape != mask.shape and not torch.equal(lengths, _row_lengths(mask, "loss_mask")):
         found = cast("list[int]", lengths.tolist())
         raise InvalidInput(must(field, "have rows as long as the mask's", found, "pass one value per token"))
@@ -143,7 +143,7 @@ def like(values: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
 
 
 def numbers_of_rows(per_row: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A number of each row, shape (rows,), at each of its positions, in the form of :func:`sequences_of`."""
+    """A value per row, shape (rows,), repeated at its positions, in the form of :func:`sequences_of`."""
     if mask.is_nested:
         return per_row[row_numbers(mask)]
     return per_row.unsqueeze(-1).expand(mask.shape)

@@ -24,24 +24,24 @@ def sft_loss(
     is_padding: Any = None,
     prefix: str = "sft/",
 ) -> tuple[torch.Tensor, dict[str, AnyMetric]]:
-    """One micro-batch's share of the negative log-likelihood of an optimizer step: ``l = -log_prob``.
+    """One micro-batch's share of an optimizer step's negative log-likelihood, ``l = -log_prob``.
 
     Args:
-        log_prob: of the target tokens, shape (rows, width), or jagged; gradients flow through it.
-        loss_mask: nonzero where a token is to be learnt, at the position of its log-probability.
-        loss_agg_mode: of :func:`equipoise.agg_loss`, as are the next ones.
-        denominators: of the whole optimizer step; those of this call if None, with one rank.
+        log_prob: log-probs of the target tokens, shape (rows, width), or jagged; gradients flow through it.
+        loss_mask: nonzero where a token is trained on, at the position of its log-prob.
+        loss_agg_mode: see :func:`equipoise.agg_loss`.
+        denominators: of the whole optimizer step; None for those of this call, on one rank.
         dp_size: data-parallel ranks whose gradients are averaged.
         loss_scale_factor: constant horizon of "seq-mean-token-sum-norm".
-        segment_ids: for rows that hold several sequences; 0 for none.
-        is_padding: shape (rows,); True for rows that are out whatever their mask.
-        prefix: of the metric's name.
+        segment_ids: for rows with several sequences; 0 for none.
+        is_padding: shape (rows,); True for rows to exclude whatever their mask.
+        prefix: prefix of the metric's name.
 
     Returns:
-        The share, and ``loss`` (per optimizer step). Masked positions and padding rows have no part in either.
+        The share, and ``loss`` (per optimizer step). Masked positions and padding rows affect neither.
 
     Raises:
-        InvalidInput: denominators or a horizon that is missing, or shapes that differ.
+        InvalidInput: denominators or a horizon is missing, or shapes differ.
 
     >>> sft_loss(torch.tensor([[-1.0, -2.0, float("nan")]]), torch.tensor([[1, 1, 0]]))[0].item()
     1.5

@@ -1,4 +1,4 @@
-"""A micro-batch's share of the losses of an optimizer step, and the same numbers to log."""
+"""A micro-batch's share of an optimizer step's losses, and its metrics."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Share:
 
     Attributes:
         sequences: the tokens that count.
-        loss_agg_mode: of :func:`equipoise.agg_loss`.
-        denominators: of the whole optimizer step.
+        loss_agg_mode: see :func:`equipoise.agg_loss`.
+        denominators: those of the whole optimizer step.
         dp_size: data-parallel ranks whose gradients are averaged.
         loss_scale_factor: constant horizon of the norm mode.
     """
@@ -44,10 +44,10 @@ class Share:
         segment_ids: torch.Tensor | None,
         is_padding: Any,
     ) -> Share:
-        """The share of a micro-batch with this mask; with one rank, its own denominators where none are given.
+        """The share of a micro-batch with this mask; on one rank, its own denominators by default.
 
         Raises:
-            InvalidInput: more than one rank and no denominators, or shapes that do not fit.
+            InvalidInput: there is more than one rank but no denominators, or shapes do not match.
         """
         if denominators is None:
             if dp_size > 1:
@@ -75,9 +75,9 @@ class Share:
         )
 
     def metric(self, share: torch.Tensor) -> Metric:
-        """An aggregated share as a metric whose value is the loss of one optimizer step, or the mean over several.
+        """A share as a metric whose value is the loss of one optimizer step, or the mean over several.
 
-        Its count is the share of the step's tokens: over all micro-batches and ranks of a step the counts add up to 1.
+        Its count is the share of the step's tokens; the counts of a step's micro-batches and ranks add up to 1.
         """
         tokens = self.sequences.chosen.sum(dtype=torch.float64)
         return Metric(share.detach().double() / self.dp_size, tokens / max(self.denominators.num_tokens, 1))

@@ -1,4 +1,4 @@
-"""The policy losses by name: each gives a loss per token; one function aggregates them all."""
+"""The policy losses by name: each returns a loss per token, and one function aggregates them all."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class PolicyLoss:
     """A policy loss as the registry holds it.
 
     Args:
-        per_token: the tokens and the settings in, the loss of each token out. The tokens are finite everywhere.
-        agg_modes: the modes of :func:`equipoise.agg_loss` that it may be aggregated by; the first is its default.
+        per_token: from tokens, which are finite everywhere, and settings to the loss of each token.
+        agg_modes: the modes of :func:`equipoise.agg_loss` that it supports; the first is its default.
 
     >>> halved = PolicyLoss(per_token=lambda tokens, config: PerToken(
     ...     loss=-tokens.advantages * tokens.log_prob / 2, means={}, largest={}, smallest={}))
@@ -70,8 +70,7 @@ def clipped(tokens: SelectedTokens, config: PolicyConfig) -> PerToken:
 
         l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high));  where A < 0:  l = min(l, -A dual_clip)
 
-    times the rollout's importance weight, where there is one. A masked token has no part in it: it is selected out
-    before the ratio is computed.
+    times the rollout's importance weight, if any. Masked tokens are dropped before the ratio is computed.
 
     Logs ``pg_clipfrac`` (clipping raises the loss), ``pg_clipfrac_lower`` (the dual clip lowers it), ``ppo_kl``
     (mean of ``old_log_prob - log_prob``), ``ratio_max``, ``ratio_min``.
@@ -99,8 +98,8 @@ def grpo(tokens: SelectedTokens, config: PolicyConfig) -> PerToken:
 
         l = clipped surrogate + kl_coef · KL(policy ‖ reference)
 
-    The KL term is the one that ``kl_coef`` adds to every policy loss; here it is asked for. For GRPO without it, take
-    "ppo". By default each sequence is averaged over its own tokens, then over sequences.
+    The KL term is the one that ``kl_coef`` adds to every policy loss; here it is required. For GRPO without it, use
+    "ppo". By default, the loss is averaged over each sequence's tokens, then over sequences.
 
     Raises:
         InvalidInput: ``kl_coef`` is 0.
@@ -113,14 +112,14 @@ def grpo(tokens: SelectedTokens, config: PolicyConfig) -> PerToken:
 
 
 def dr_grpo(tokens: SelectedTokens, config: PolicyConfig) -> PerToken:
-    """Dr.GRPO: the clipped surrogate, each sequence summed and divided by a constant horizon.
+    """Dr.GRPO: the clipped surrogate, summed over each sequence and divided by a constant horizon.
 
     ::
 
         L = 1 / (sequences · horizon) · Σ_sequences Σ_tokens clipped surrogate
 
-    so that long wrong answers are not favoured by a division by their own length. It may be aggregated by
-    "seq-mean-token-sum-norm" alone. Its advantages are those of "grpo" without the division by the standard deviation.
+    so that a division by length does not favor long wrong answers. It only supports "seq-mean-token-sum-norm". Its
+    advantages are those of "grpo" without the division by the standard deviation.
 
     Source: arXiv 2503.20783, section 3. Masks: as :func:`clipped`; the horizon does not depend on them.
     """
@@ -128,14 +127,14 @@ def dr_grpo(tokens: SelectedTokens, config: PolicyConfig) -> PerToken:
 
 
 def gspo(tokens: SelectedTokens, config: PolicyConfig) -> PerToken:
-    """GSPO: one ratio a sequence, the geometric mean of its tokens' ratios, in the token form (GSPO-token).
+    """GSPO: one ratio per sequence, the geometric mean of its tokens' ratios, in token form (GSPO-token).
 
     With ``log s = mean over the sequence's tokens of (log_prob - old_log_prob)`` and ``sg`` for stop-gradient::
 
         s_t = exp(sg(log s) + log_prob - sg(log_prob));  l_t = max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high))
 
-    with the logarithm clamped to at most 10. ``dual_clip`` is not read. A sequence must lie in one row, whole; its mean
-    is over the tokens under the mask alone. The clip bounds of the paper are some 3e-4 (low) and 4e-4 (high).
+    with the logarithm clamped to at most 10. ``dual_clip`` is not read. A row must hold whole sequences;
+    the mean covers only tokens under the mask. The paper's clip bounds are about 3e-4 (low) and 4e-4 (high).
 
     Source: arXiv 2507.18071, eq. 7 and 14.
     """
@@ -151,7 +150,7 @@ def gspo(tokens: SelectedTokens, config: PolicyConfig) -> PerToken:
 
 
 def cispo(tokens: SelectedTokens, config: PolicyConfig) -> PerToken:
-    """CISPO: the importance weight is clipped, the gradient of no token is cut off.
+    """CISPO: clips the importance weight, so that no token loses its gradient.
 
     ::
 

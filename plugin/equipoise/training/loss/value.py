@@ -28,33 +28,33 @@ def value_loss(
     is_padding: Any = None,
     prefix: str = "critic/",
 ) -> tuple[torch.Tensor, dict[str, AnyMetric]]:
-    """One micro-batch's share of the clipped value loss of an optimizer step.
+    """One micro-batch's share of an optimizer step's clipped value loss.
 
     ::
 
         l = 1/2 · max((V - R)², (clip(V, V_old - clip, V_old + clip) - R)²)
 
-    Masked positions and padding rows are selected out before the squares.
+    Masked positions and padding rows are dropped before the squares.
 
     Args:
-        values: of the value head now, shape (rows, width), or jagged; gradients flow through it.
-        old_values: at the beginning of the trainer step.
-        returns: what they should be.
+        values: the value head's output now, shape (rows, width), or jagged; gradients flow through it.
+        old_values: the output at the start of the trainer step.
+        returns: the targets.
         loss_mask: nonzero where a token counts.
         clip: how far a value may move from the old one; None for no clip.
-        loss_agg_mode: of :func:`equipoise.agg_loss`, as are the next ones.
-        denominators: of the whole optimizer step; those of this call if None, with one rank.
+        loss_agg_mode: see :func:`equipoise.agg_loss`.
+        denominators: of the whole optimizer step; None for those of this call, on one rank.
         dp_size: data-parallel ranks whose gradients are averaged.
         loss_scale_factor: constant horizon of "seq-mean-token-sum-norm".
-        segment_ids: for rows that hold several sequences; 0 for none.
-        is_padding: shape (rows,); True for rows that are out whatever their mask.
-        prefix: of the metrics' names.
+        segment_ids: for rows with several sequences; 0 for none.
+        is_padding: shape (rows,); True for rows to exclude whatever their mask.
+        prefix: prefix of the metrics' names.
 
     Returns:
         The share, and ``vf_loss`` (per optimizer step), ``vf_clipfrac`` and ``vpred_mean`` (per token).
 
     Raises:
-        InvalidInput: a clip below 0, denominators or a horizon that is missing, or shapes that differ.
+        InvalidInput: the clip is below 0, denominators or a horizon is missing, or shapes differ.
 
     >>> one, mask = torch.ones(1, 1), torch.ones(1, 1)
     >>> value_loss(3 * one, 2 * one, one, mask, clip=0.5)[0].item()
@@ -81,7 +81,7 @@ def value_loss(
     clipped = torch.zeros_like(plain)
     if clip is not None:
         moved = now - before
-        # within the clip the value itself, not before + moved, whose last bit would count as clipped or not
+        # within the clip, take the value itself: the last bit of before + moved could make it count as clipped
         bounded = torch.where(moved.abs() <= clip, now, before + moved.clamp(-clip, clip)) - target
         bounded = bounded.square()
         losses = torch.maximum(plain, bounded)
