@@ -1,1 +1,1 @@
-"""For people: what a run would take or took, as tables and pictures."""
+"""Simulations and measurements as tables and plots."""

@@ -1,4 +1,4 @@
-"""Many rollouts on the same lengths, and how low the time could go."""
+"""Many rollouts with the same lengths, and a lower bound on their time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from equipoise.report.simulation import Outcome, simulate
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Outcomes by contestant, one for each seed, and each seed's bound in seconds."""
+    """Outcomes by contestant, one per seed, and each seed's lower bound in seconds."""
 
     setting: Setting
     law: LengthLaw
@@ -23,11 +23,11 @@ class Comparison:
     bound_s: FloatArray
 
     def seconds(self, name: str) -> FloatArray:
-        """Seconds of each seed."""
+        """Seconds for each seed."""
         return np.array([outcome.seconds for outcome in self.outcomes[name]])
 
     def kv_bytes(self, name: str) -> FloatArray:
-        """KV bytes moved, of each seed."""
+        """KV bytes moved for each seed."""
         return np.array([outcome.kv_bytes for outcome in self.outcomes[name]], dtype=np.float64)
 
 
@@ -54,9 +54,9 @@ def compare(
 
 
 def bound_seconds(responses: Responses, setting: Setting) -> float:
-    """Seconds if counts and KV tokens were even at every step, at no cost; NaN where requests have to wait.
+    """Seconds if counts and KV tokens were even at every step, at no cost; NaN if requests have to wait.
 
-    Nothing that moves requests only is faster: each step costs at least the smallest tier ≥ mean count.
+    Moving requests cannot be faster: each step costs at least the smallest tier ≥ mean count.
     """
     if setting.places < setting.requests_per_rank:
         return float("nan")

@@ -14,7 +14,7 @@ from equipoise.report.simulation import SAMPLE_EVERY, Outcome
 
 
 def draw(runs: Sequence[tuple[str, Outcome]], setting: Setting, out: Path) -> None:
-    """One column a run, seconds to the right: the group's tier above, running requests of each rank below."""
+    """One column per run over time: the group's tier above, running requests of each rank below."""
     matplotlib.use("Agg")
     figure = Figure(figsize=(5.2 * len(runs), 5.6), layout="constrained")
     axes = figure.subplots(2, len(runs), sharex=True, sharey="row", height_ratios=[1, 2], squeeze=False)

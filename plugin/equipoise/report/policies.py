@@ -1,4 +1,4 @@
-"""The policies that are compared."""
+"""The policies to compare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Placement = Callable[[Responses, Setting], IntArray]
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """A way to run a rollout: a name, where requests start, what moves, and whether graphs of all tiers are there."""
+    """A way to run a rollout: a name, where requests start, what moves, and whether all tiers have graphs."""
 
     name: str
     place: Placement
@@ -29,7 +29,7 @@ class Contestant:
 
 
 def side_by_side(responses: Responses, setting: Setting) -> IntArray:
-    """Siblings together: rank 0 gets the first rows, as verl's split does."""
+    """Siblings together: rank 0 gets the first rows, as in verl's split."""
     return iota(responses.length.size) // setting.requests_per_rank
 
 
@@ -41,9 +41,9 @@ def siblings_apart(responses: Responses, setting: Setting) -> IntArray:
 def recipe(snapshot: Snapshot, setting: Setting) -> tuple[IntArray, IntArray]:
     """The recipe's policy, restated from its description.
 
-    Waiting requests first go to free places, the least crowded rank first. If none wait and the mean count fits a tier
-    below the fullest rank's, ranks above the smallest such tier give up the first requests of their lists; in turns,
-    receivers, the emptiest first, take from the next giver as much as both allow.
+    Waiting requests first fill free slots, on the least crowded rank first. If none wait and the mean count fits into a
+    tier below the fullest rank's, ranks above the smallest such tier give up the first requests in their lists. In
+    turn, receivers, the emptiest first, take as many from the next giver as both allow.
     """
     held = counts(snapshot.rank, setting.num_ranks)
     waits = counts(snapshot.rank[~snapshot.running], setting.num_ranks)
@@ -91,7 +91,7 @@ class Ours:
 
     Attributes:
         victims: as there.
-        kv_price: seconds worth giving up to spare one GB.
+        kv_price: seconds worth giving up to save one GB.
         hysteresis: as there.
     """
 
@@ -100,7 +100,7 @@ class Ours:
     hysteresis: float = 0.1
 
     def __call__(self, snapshot: Snapshot, setting: Setting) -> tuple[IntArray, IntArray]:
-        """Positions that move, and the ranks that they go to."""
+        """Positions that move, and their new ranks."""
         ranks, at_most = setting.num_ranks, snapshot.responses.longest - snapshot.generated
         terms = Terms(
             tiers=np.array(setting.step_time.tiers, dtype=np.int64),
@@ -136,7 +136,7 @@ class Ours:
 
 
 def contestants(planner: Ours) -> list[Contestant]:
-    """All that are compared; the first is what the others are measured against."""
+    """The policies to compare; the first one is the baseline."""
     return [
         Contestant(name="no moves, one shape", place=side_by_side, policy=None, one_shape=True),
         Contestant(name="no moves, tiers", place=side_by_side, policy=None),

@@ -17,8 +17,8 @@ from equipoise.report.setting import LengthLaw, Setting
 from equipoise.report.table import summary, table
 
 _DESCRIPTION = """\
-Simulate a rollout whose ranks decode in step: every step costs the decode tier of the fullest rank. Compares not
-moving, the policy of the CANN recipe (restated from its description) and plan_rebalance, on the same lengths. The
+Simulate a rollout whose ranks decode in lockstep: every step costs the decode tier of the fullest rank. Compares no
+moves, the policy of the CANN recipe (restated from its description) and plan_rebalance, on the same lengths. The
 defaults are the recipe's setting: 128 ranks, 512 prompts × 16 responses, up to 32,768 tokens, tiers 64 to 4, a check
 every 1000 steps.
 """

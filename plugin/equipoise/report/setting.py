@@ -1,4 +1,4 @@
-"""The cluster and the lengths that are simulated. What is not from the recipe's text is said to be assumed."""
+"""The simulated cluster and lengths. Anything that is not from the recipe's text is marked as assumed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from equipoise.rollout.policy.worth import TransferCost
 RECIPE = "https://gitcode.com/cann/cann-recipes-train: docs/features/rollout_rebalance.md and docs/llm_rl"
 
 _MOST_TOKENS = 90_000
-# Milliseconds of a step on an empty and on a full cache. From the text: 125 to 200 at tier 64, about 60 at the low
-# tiers. Assumed: the tiers between. At 90,000 KV tokens a rank takes its 200 ms: with it, not moving takes as long as
-# the text says, about 6200 s in one shape and 2861 s with tiers.
+# Milliseconds of a step with an empty and a full cache. From the text: 125 to 200 at tier 64, about 60 at the low
+# tiers. Assumed: the tiers in between. At 90,000 KV tokens a rank takes its 200 ms: then a rollout without moves takes
+# as long as the text says, about 6200 s in one shape and 2861 s with tiers.
 _MILLISECONDS = {4: (59.0, 63.0), 8: (66.0, 72.0), 16: (78.0, 92.0), 32: (95.0, 125.0), 64: (125.0, 200.0)}
 _TIERS = tuple(_MILLISECONDS)
 
@@ -35,8 +35,8 @@ def recipe_step_time() -> StepTime:
 class LengthLaw:
     """Response length = median × exp(between · z of the prompt + within · z of the response), clipped at ``longest``.
 
-    The z are standard normal; a prompt has ``samples`` responses. Assumed; with these figures the recipe's tiers fall
-    from one to two thousand steps on, as its text says, and a few responses of 8192 reach the limit.
+    The z are standard normal; a prompt has ``samples`` responses. Assumed: with these figures, tiers start to fall
+    after one to two thousand steps, as the recipe's text says, and a few of 8192 responses reach the limit.
     """
 
     median: float = 1200.0
@@ -71,7 +71,7 @@ class LengthLaw:
 
 @dataclass(frozen=True, kw_only=True)
 class Responses:
-    """Length of each response, the number of its prompt, and the prompt's tokens, shape (n,) each; the length limit."""
+    """Length, prompt index and prompt tokens of each response, each of shape (n,); and the length limit."""
 
     length: IntArray
     prompt: IntArray
@@ -81,19 +81,19 @@ class Responses:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Ranks, what their steps take and what moving takes.
+    """Ranks, the time of their steps and the cost of moves.
 
     Attributes:
-        num_ranks: data-parallel ranks that decode in step.
-        requests_per_rank: responses that each rank is asked for.
+        num_ranks: data-parallel ranks that decode in lockstep.
+        requests_per_rank: responses per rank.
         slots: requests that a rank decodes at once; the others wait. None: all.
-        check_interval: decode steps between two looks at the group.
+        check_interval: decode steps between checks.
         step_time: seconds of a step; its tiers are the decode graphs.
         kv_bytes_per_token: assumed: 61 layers × 576 latent values × 2 bytes, DeepSeek-V3's compressed cache.
-        bytes_per_s: of a rank's link, each way; assumed.
-        latency_s: of an exchange, with the gathering of states; the recipe measured below 2 ms.
-        recompute: receivers prefill what they get; no KV cache moves.
-        prefill_tokens_per_s: of a rank; assumed; for ``recompute``.
+        bytes_per_s: bandwidth of a rank's link, each way; assumed.
+        latency_s: fixed time of an exchange, including the gathering of states; the recipe measured below 2 ms.
+        recompute: receivers prefill moved requests; no KV cache moves.
+        prefill_tokens_per_s: prefill speed of a rank, for ``recompute``; assumed.
     """
 
     num_ranks: int = 128
@@ -127,7 +127,7 @@ class Setting:
 
     @property
     def transfer(self) -> TransferCost:
-        """What an exchange costs."""
+        """The cost of an exchange."""
         if self.recompute:
             return TransferCost(latency_s=self.latency_s, prefill_s_per_token=1 / self.prefill_tokens_per_s)
         return TransferCost(latency_s=self.latency_s, kv_s_per_token=self.kv_bytes_per_token / self.bytes_per_s)

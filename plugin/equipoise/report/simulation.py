@@ -1,4 +1,4 @@
-"""Ranks that decode in step, simulated from check to check: exact to the step, without a loop over steps."""
+"""Ranks that decode in lockstep, simulated from check to check: exact to the step, without a loop over steps."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Snapshot:
     """Unfinished requests at a check, in rank order, by arrival within a rank; arrays of shape (n,).
 
     Attributes:
-        index: number of each in the responses.
-        rank: where it is.
+        index: index of each in the responses.
+        rank: its rank.
         running: whether it decodes.
         generated: tokens so far.
         kv_tokens: prompt and generated tokens; 0 while it waits.
-        finished: numbers of the responses that are done.
+        finished: indices of the finished responses.
         moved: how often each has moved.
     """
 
@@ -42,24 +42,24 @@ class Snapshot:
 
 
 Policy = Callable[[Snapshot, Setting], tuple[IntArray, IntArray]]
-"""Positions in the snapshot of those that move, and the ranks they go to."""
+"""Positions in the snapshot of the requests that move, and their new ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a rollout took.
+    """The outcome of a rollout.
 
     Attributes:
-        seconds: from the first step to the end of the longest response, exchanges included.
-        exchange_s: of these, for exchanges.
+        seconds: from the first step to the end of the longest response, including exchanges.
+        exchange_s: seconds of exchanges.
         moves: requests that changed rank.
-        kv_bytes: of their caches.
-        idle_share: decode places, of those that the graphs computed, that held no request, weighted by time.
+        kv_bytes: bytes of their caches.
+        idle_share: share of decode slots in the graphs without a request, weighted by time.
         plan_ms: processor milliseconds of each check that moved something.
         check_ms: mean processor milliseconds of a check.
-        tier: of each step.
+        tier: tier of each step.
         active: running requests of each rank at every 64th step, shape (samples, ranks).
-        second: when each step begins, shape (steps,).
+        second: start time of each step, shape (steps,).
     """
 
     seconds: float
@@ -91,13 +91,13 @@ class Rollout:
 
     @property
     def at_rest(self) -> bool:
-        """Whether every rank fits the smallest tier and nothing waits, so that no move can lower the tier any more."""
+        """Whether every rank fits into the smallest tier and nothing waits, so that no move can lower the tier."""
         most = int(self._running_of(self.open).max())
         return most <= self.setting.step_time.tiers[0] and self._waiting().size == 0
 
     @property
     def finish(self) -> IntArray:
-        """Step after which each is done, of those that have started."""
+        """Last step of each started response."""
         return self.start + self.responses.length
 
     def advance(self, until: int) -> tuple[IntArray, IntArray]:
@@ -121,7 +121,7 @@ class Rollout:
         return running, kv_tokens
 
     def snapshot(self) -> Snapshot:
-        """What a policy is shown."""
+        """The snapshot for a policy."""
         index = self.open[np.lexsort((self.arrival[self.open], self.rank[self.open]))]
         running = self.start[index] != NOT_STARTED
         generated = np.where(running, self.step - self.start[index], 0)
@@ -137,7 +137,7 @@ class Rollout:
         )
 
     def move(self, snapshot: Snapshot, leaving: IntArray, to: IntArray) -> float:
-        """Carry out the moves; the seconds that they take."""
+        """Carry out the moves; returns the seconds that they take."""
         kv, ranks = snapshot.kv_tokens[leaving], self.setting.num_ranks
         seconds = self.setting.transfer.seconds(
             int_sums(snapshot.rank[leaving], kv, ranks), int_sums(to, kv, ranks), int_sums(to, kv, ranks)
@@ -153,7 +153,7 @@ class Rollout:
         return self.open[self.start[self.open] == NOT_STARTED]
 
     def _admit(self) -> None:
-        """Start those that wait where a place is free."""
+        """Start waiting requests where a slot is free."""
         waiting = self._waiting()
         if waiting.size == 0:
             return
@@ -167,7 +167,7 @@ class Rollout:
         return counts(self.rank[index[self.start[index] != NOT_STARTED]], self.setting.num_ranks)
 
     def _queue(self, until: int) -> None:
-        """Start those that wait when a place falls free before ``until``."""
+        """Start waiting requests whenever a slot becomes free before ``until``."""
         waiting = self._waiting()
         if waiting.size == 0:
             return
@@ -190,10 +190,10 @@ def simulate(
     """Decode all responses.
 
     Args:
-        responses: what is generated.
-        rank: where each starts, shape (n,).
+        responses: the responses to generate.
+        rank: initial rank of each, shape (n,).
         setting: the cluster.
-        policy: asked at each check; None: nothing moves.
+        policy: called at each check; None for no moves.
         one_shape: every step costs the largest tier.
     """
     rollout = Rollout(responses, rank, setting)
@@ -253,7 +253,7 @@ def simulate(
 
 
 def _next_stop(rollout: Rollout) -> int:
-    """The step of the next check, or the end if all have started and none is left by then."""
+    """The step of the next check, or of the last response if all have started and none lasts until then."""
     check = rollout.step + rollout.stride
     started = rollout.start[rollout.open]
     if (started == NOT_STARTED).any():

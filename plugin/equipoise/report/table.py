@@ -1,4 +1,4 @@
-"""The comparison as a table and a few lines."""
+"""The comparison as a table and a few lines of text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def table(comparison: Comparison) -> Table:
 
 
 def summary(comparison: Comparison) -> list[str]:
-    """Sentences that compare ours with the recipe and with not moving."""
+    """Sentences that compare ours with the recipe and with no moves."""
     ours, recipe = comparison.seconds("ours"), comparison.seconds("recipe")
     bytes_ours, bytes_recipe = comparison.kv_bytes("ours"), comparison.kv_bytes("recipe")
     lines = [f"Ours against the recipe: {_change(ours, recipe)} time, {_change(bytes_ours, bytes_recipe)} KV bytes."]

@@ -1,12 +1,12 @@
-r"""Attention of single tokens over a paged cache, with the same bits whatever the other rows are.
+r"""Attention of single tokens over a paged cache, bitwise independent of the other rows.
 
 A row is one token of one request. Its output is
 
 .. math:: \operatorname{softmax}_{j \le i}(s\, q_i \cdot k_j)\, v_j
 
 computed over chunks of a fixed number of positions with a running maximum and sum (Milakov and Gimelshein, arXiv
-1805.02867; FlashAttention, arXiv 2205.14135). All products have the shape of one chunk, so how many chunks there are
-does not touch a row: a chunk past its end multiplies by :math:`e^0 = 1` and adds 0, which is exact.
+1805.02867; FlashAttention, arXiv 2205.14135). All products have the shape of one chunk, so the number of chunks does
+not affect a row: a chunk past its end multiplies by :math:`e^0 = 1` and adds 0, which is exact.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -29,20 +29,20 @@ from equipoise.errors import EquipoiseError, InvalidInput, must
 from equipoise.rollout.decode.cache import PagedCache
 
 NAME = "equipoise_paged"
-"""Value of ``attn_implementation`` once :func:`register` has run."""
+"""The ``attn_implementation`` after :func:`register`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedRows:
-    """Where the rows of one call lie.
+    """Where the rows of a call are in the cache.
 
     Args:
-        cache: that is written and read.
-        blocks: block that each row's key and value go to, (rows,).
-        offsets: their place within it, (rows,).
-        tables: blocks of each row's request, by position, (rows, chunks × blocks of a chunk).
-        lengths: positions that each row sees, its own included, (rows,).
-        chunk_tokens: positions of a chunk; a multiple of the block size.
+        cache: the cache to write and read.
+        blocks: block for each row's key and value, (rows,).
+        offsets: their position within it, (rows,).
+        tables: blocks of each row's request, by position, (rows, chunks × blocks per chunk).
+        lengths: positions that each row sees, including its own, (rows,).
+        chunk_tokens: positions per chunk; a multiple of the block size.
     """
 
     cache: PagedCache
@@ -54,7 +54,7 @@ class PagedRows:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that are gone through."""
+        """Number of chunks."""
         return self.tables.shape[1] * self.cache.layout.block_size // self.chunk_tokens
 
 
@@ -62,19 +62,19 @@ _current: ContextVar[PagedRows | None] = ContextVar("equipoise_paged_rows", defa
 
 
 def register() -> str:
-    """Make the attention known to transformers, and return its name; a second call changes nothing."""
+    """Register the attention with transformers and return its name; a second call changes nothing."""
     AttentionInterface.register(NAME, paged_attention)
     AttentionMaskInterface.register(NAME, _no_mask)
     return NAME
 
 
 def _no_mask(**_: Any) -> None:
-    """Lengths say what each row sees."""
+    """No mask: lengths define what each row sees."""
 
 
 @contextlib.contextmanager
 def paged(rows: PagedRows) -> Generator[None]:
-    """Within it, the model is called with these rows, ``(rows, 1)``."""
+    """A context in which the model is called with these rows, ``(rows, 1)``."""
     token = _current.set(rows)
     try:
         yield
@@ -100,19 +100,19 @@ def paged_attention(
         module: attention layer; its ``layer_idx`` names the pool.
         query: ``(rows, num_heads, 1, head_dim)``.
         key: ``(rows, num_kv_heads, 1, head_dim)``.
-        value: likewise.
+        value: like ``key``.
         attention_mask: None.
-        scaling: of the scores; 1/√head_dim if None.
-        sliding_window: refused.
-        softcap: refused.
-        **kwargs: of the interface.
+        scaling: scale of the scores; 1/√head_dim if None.
+        sliding_window: not supported.
+        softcap: not supported.
+        **kwargs: other arguments of the interface.
 
     Returns:
         ``(rows, 1, num_heads, head_dim)``, and None for the scores.
 
     Raises:
-        InvalidInput: windows, caps, sinks or biases, which are not computed here.
-        EquipoiseError: called outside of :func:`paged`.
+        InvalidInput: windows, caps, sinks or biases, which are not supported.
+        EquipoiseError: called outside :func:`paged`.
     """
     rows = _current.get()
     if rows is None:
@@ -130,7 +130,7 @@ def paged_attention(
 
 
 def attend(query: torch.Tensor, pool: torch.Tensor, rows: PagedRows, scale: float) -> torch.Tensor:
-    """Outputs of ``query``, ``(rows, num_heads, head_dim)``, over one pool; computed in float32 at least."""
+    """Outputs for ``query``, ``(rows, num_heads, head_dim)``, over one pool, in at least float32."""
     num_rows, num_heads, dim = query.shape
     kv_heads, chunk = pool.shape[1], rows.chunk_tokens
     wide = torch.promote_types(query.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""A paged cache of keys and values: per layer one pool of blocks, per request a list of blocks."""
+"""A paged cache of keys and values: one pool of blocks per layer, one list of blocks per request."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from equipoise.errors import EquipoiseError, InvalidInput, must
 from equipoise.rollout.transfer.state import KVLayout
 
 ZEROS = 0
-"""Block that stands for "none" in a block table; read under a mask, never written."""
+"""The block for unused entries of a block table; read under a mask, never written."""
 SPARE = 1
-"""Block that rows of padding write to and read from."""
+"""The block that padding rows write to and read from."""
 RESERVED = 2
 
 
 class OutOfBlocks(EquipoiseError, RuntimeError):
-    """The pool has fewer free blocks than asked for."""
+    """The pool has fewer free blocks than requested."""
 
 
 class PagedCache:
     """Pools of blocks, ``(2, num_kv_heads, blocks, block_size, head_dim)`` per layer: keys, then values.
 
-    Heads come before blocks, so that one gather gives what attention multiplies. A block is wiped when it is handed
-    out: what an earlier request left, not-a-numbers included, cannot reach a later one.
+    Heads come before blocks, so that one gather returns the operands of attention. Blocks are zeroed on allocation, so
+    values of an earlier request, including NaN, cannot reach a later one.
 
     Args:
-        layout: of the blocks.
-        num_blocks: that requests can hold.
-        device: of the pools.
+        layout: layout of the blocks.
+        num_blocks: number of blocks for requests.
+        device: device of the pools.
     """
 
     def __init__(self, layout: KVLayout, *, num_blocks: int, device: torch.device) -> None:
@@ -49,10 +49,10 @@ class PagedCache:
         return len(self._free)
 
     def take(self, number: int) -> list[int]:
-        """Hand out ``number`` blocks of zeros.
+        """Allocate ``number`` blocks of zeros.
 
         Raises:
-            OutOfBlocks: there are fewer; none is handed out.
+            OutOfBlocks: there are fewer; none is allocated.
         """
         if number > len(self._free):
             raise OutOfBlocks(f"the cache must have {number} free blocks, got {len(self._free)}; raise num_blocks")
@@ -65,7 +65,7 @@ class PagedCache:
         return blocks
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Take back blocks that were handed out."""
+        """Free allocated blocks."""
         self._free.extend(reversed(blocks))
 
     def read(self, layer: int, blocks: Sequence[int]) -> torch.Tensor:
@@ -83,13 +83,13 @@ class PagedCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy asks the system for zero pages, which take memory once they are written; torch writes them at once
+    # numpy requests zero pages, which take memory only when written; torch writes them at once
     size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).reshape(shape)
 
 
 class CachedLayers(Sequence[torch.Tensor]):
-    """The cache of one request by layer, copied when it is asked for: sending needs no second cache."""
+    """The cache of one request by layer, copied on access, so that sending needs no second cache."""
 
     def __init__(self, cache: PagedCache, blocks: Sequence[int]) -> None:
         self._cache = cache

@@ -1,4 +1,4 @@
-"""How an engine decodes."""
+"""The settings of a decode engine."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from equipoise.errors import InvalidInput, must
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """How an engine decodes.
+    """The settings of a decode engine.
 
     Args:
-        tiers: decode sizes in rows, falling; the first is also the most requests that run at once.
-        num_blocks: cache blocks that requests can hold.
-        block_size: tokens of a block.
-        chunk_tokens: positions that attention takes at once; a multiple of ``block_size``.
-        prefill_rows: tokens that a prefill takes at once, if that gives the bits of the first tier, which it takes
-            otherwise; None for the first tier on a CPU and eight times as many on a GPU.
-        multi_graph: whether fewer requests decode at a lower tier; else always at the first.
-        cuda_graphs: record a graph per tier, where there is a GPU.
+        tiers: decode sizes in rows, descending; the first is also the most requests that run at once.
+        num_blocks: cache blocks for requests.
+        block_size: tokens per block.
+        chunk_tokens: positions per attention chunk; a multiple of ``block_size``.
+        prefill_rows: tokens per prefill pass, if that is bitwise equal to the first tier, which is used otherwise; None
+            for the first tier on a CPU and eight times as many on a GPU.
+        multi_graph: whether fewer requests decode at a lower tier; if not, always at the first.
+        cuda_graphs: on a GPU, record a graph per tier.
 
     Raises:
-        InvalidInput: a value out of its range.
+        InvalidInput: a value is out of range.
     """
 
     tiers: tuple[int, ...] = TIERS

@@ -1,7 +1,7 @@
-"""A decode engine over a HF causal language model: continuous batching, paged cache, decode sizes in tiers.
+"""A decode engine over an HF causal language model: continuous batching, paged cache, decode sizes in tiers.
 
-Tokens depend on the request alone: not on the batch, the tier, the rank, on moves or on preemption. See
-:mod:`equipoise.rollout.decode.passes` for why.
+Tokens depend only on the request, not on the batch, the tier, the rank, moves or preemption;
+:mod:`equipoise.rollout.decode.passes` explains why.
 
 >>> import transformers
 >>> config = transformers.LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
@@ -34,16 +34,16 @@ from equipoise.rollout.transfer.state import Sampling as Sampling
 
 
 class DecodeEngine:
-    """Decodes requests, one token each a step.
+    """Decodes requests, one token per request and step.
 
-    The model is taken over: its attention is replaced. Weights may change while the engine holds no request.
+    The engine replaces the model's attention. Weights may change while the engine holds no request.
 
     Args:
-        model: HF causal language model with plain causal attention, in evaluation mode from here on.
+        model: HF causal language model with plain causal attention; it is put into evaluation mode.
         config: see :class:`DecodeConfig`.
 
     Raises:
-        InvalidInput: a model that cannot be decoded exactly.
+        InvalidInput: the model cannot be decoded exactly.
     """
 
     def __init__(self, model: Any, config: DecodeConfig | None = None) -> None:
@@ -70,7 +70,7 @@ class DecodeEngine:
         self._model_id = self._identify()
 
     def facts(self) -> EngineFacts:
-        """What it is, and how much room it has."""
+        """Identity and free room of the engine."""
         self._look_at_weights()
         return EngineFacts(
             layout=self.layout,
@@ -82,7 +82,7 @@ class DecodeEngine:
         )
 
     def _look_at_weights(self) -> None:
-        if not (self.num_unfinished or self._reserved):  # only then may they have changed
+        if not (self.num_unfinished or self._reserved):  # weights can only have changed then
             self._model_id = self._identify()
 
     def _identify(self) -> str:
@@ -90,18 +90,18 @@ class DecodeEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that run or wait."""
+        """Number of running and waiting requests."""
         return len(self._running) + len(self._waiting)
 
     def list_requests(self) -> list[RequestState]:
-        """Unfinished requests without their cache, those that run first."""
+        """Unfinished requests without their cache, running ones first."""
         return [live.snapshot() for live in (*self._running, *self._waiting)]
 
     def export(self, ids: Sequence[str]) -> list[RequestState]:
-        """Unfinished requests, in the order of ``ids``; layers of the cache are copied when they are read.
+        """Unfinished requests, in the order of ``ids``; layers of the cache are copied on access.
 
         Raises:
-            InvalidInput: an id that is not here.
+            InvalidInput: an id is unknown.
         """
         found = self._find(ids)
         return [live.snapshot(self._layers(live)) for live in found]
@@ -114,7 +114,7 @@ class DecodeEngine:
         """Forget unfinished and reserved requests.
 
         Raises:
-            InvalidInput: an id that is not here; none is forgotten.
+            InvalidInput: an id is unknown; none is forgotten.
         """
         gone = {id(live) for live in self._find(ids, reserved=True)}
         for live in (*self._running, *self._reserved.values()):
@@ -125,20 +125,19 @@ class DecodeEngine:
         self._reserved = {name: live for name, live in self._reserved.items() if id(live) not in gone}
 
     def clear(self) -> None:
-        """Forget every request, results that were not taken included."""
+        """Forget all requests, including results that were not taken."""
         for live in (*self._running, *self._reserved.values()):
             self.cache.give_back(live.blocks)
         self._running, self._waiting, self._reserved, self._finished = [], deque(), {}, []
 
     def reserve(self, states: Sequence[RequestState]) -> None:
-        """Hold room for requests that are about to come: a slot and blocks for each whose ``num_cached`` is above 0.
+        """Reserve room for incoming requests: a slot and blocks for each whose ``num_cached`` is above 0.
 
-        They do not run, and :meth:`list_requests` does not name them, before :meth:`commit`; :meth:`abort` forgets
-        them.
+        They neither run nor appear in :meth:`list_requests` before :meth:`commit`; :meth:`abort` forgets them.
 
         Raises:
-            InvalidInput: a request that is here already, is finished or can never fit, or caches for which there is no
-                room; none is held.
+            InvalidInput: a request is already here, is finished or can never fit, or there is no room for the caches;
+                nothing is reserved.
         """
         self._look_at_weights()
         known = {live.state.id for live in (*self._running, *self._waiting, *self._reserved.values())}
@@ -163,15 +162,15 @@ class DecodeEngine:
         return len(self._running) + sum(bool(live.blocks) for live in self._reserved.values())
 
     def write(self, layer: int, ids: Sequence[str], content: torch.Tensor) -> None:
-        """Fill in one layer of the caches of reserved requests.
+        """Write one layer of reserved requests' caches.
 
         Args:
-            layer: its index.
-            ids: whose cache it is.
-            content: their blocks one after the other, ``(2, num_kv_heads, blocks, block_size, head_dim)``.
+            layer: index of the layer.
+            ids: the requests.
+            content: their concatenated blocks, ``(2, num_kv_heads, blocks, block_size, head_dim)``.
 
         Raises:
-            InvalidInput: a request that was not reserved, or contents of another shape or dtype.
+            InvalidInput: a request was not reserved, or the content has another shape or dtype.
         """
         blocks = [block for live in self._find_reserved(ids) for block in live.blocks]
         layout = self.layout
@@ -185,10 +184,10 @@ class DecodeEngine:
         self.cache.write(layer, blocks, content)
 
     def commit(self, ids: Sequence[str]) -> None:
-        """Go on with reserved requests at the next step: those with a cache run, the others wait for their prefill.
+        """Continue reserved requests at the next step: those with a cache run, the others wait for their prefill.
 
         Raises:
-            InvalidInput: an id that was not reserved; none goes on.
+            InvalidInput: an id was not reserved; none continues.
         """
         arrived = self._find_reserved(ids)
         self._reserved = {name: live for name, live in self._reserved.items() if name not in ids}
@@ -198,20 +197,20 @@ class DecodeEngine:
         self._waiting.extend(live for live in waiting if not live.output)
 
     def import_(self, states: Sequence[RequestState]) -> None:
-        """Take requests in: new ones, ones that go on with their cache, ones whose cache is to be computed again.
+        """Accept requests: new ones, and ones to continue with or without their cache.
 
         Raises:
-            InvalidInput: see :meth:`reserve`, or a cache of another shape; none is taken.
+            InvalidInput: see :meth:`reserve`, or a cache has another shape; none is accepted.
         """
         take_in(self, states)
 
     def take_finished(self) -> list[RequestState]:
-        """Requests that ended since the last call."""
+        """Requests that finished since the last call."""
         done, self._finished = self._finished, []
         return done
 
     def generate(self, states: Sequence[RequestState]) -> list[RequestState]:
-        """Decode requests to their ends, on this rank alone; results come in the order asked for."""
+        """Decode requests until they finish, on this rank alone; results are in the order of the requests."""
         self.import_(states)
         done: dict[str, RequestState] = {}
         while len(done) < len(states):
@@ -220,7 +219,7 @@ class DecodeEngine:
         return [done[state.id] for state in states]
 
     def step(self) -> StepReport | None:
-        """Admit what fits, then put out one token for each running request; None where there is none."""
+        """Admit requests that fit, then generate one token for each running request; None if there is none."""
         start = time.perf_counter()
         prefilled = self._admit()
         prefill_s = time.perf_counter() - start if prefilled else 0.0
@@ -266,7 +265,7 @@ class DecodeEngine:
         return TokenRow(token=live.token(position), position=position, blocks=live.blocks)
 
     def _admit(self) -> int:
-        """Start waiting requests while slots and blocks last, leaving a block for each that runs. Tokens prefilled."""
+        """Start waiting requests while slots and blocks last, keeping a block per running one; tokens prefilled."""
         started: list[Live] = []
         while self._waiting and self._num_slots_held < self.config.tiers[0]:
             live = self._waiting[0]
@@ -280,17 +279,17 @@ class DecodeEngine:
         return self._prefill(started)
 
     def _prefill(self, started: Sequence[Live]) -> int:
-        """Fill the caches of requests but for their last token; passes hold tokens of several, as rows are rows."""
+        """Fill the caches of requests except for their last token; a pass may mix tokens of several requests."""
         rows = [self._row(live, position) for live in started for position in range(live.num_tokens - 1)]
         for start in range(0, len(rows), self.passes.prefill_size):
             some = rows[start : start + self.passes.prefill_size]
             self.passes.run(some, size=self.passes.size_for(len(some)), head=False)
         if rows and self.passes.device.type == "cuda":
-            torch.cuda.synchronize(self.passes.device)  # so that the time of the step that follows is its own
+            torch.cuda.synchronize(self.passes.device)  # so that the next step's time does not include it
         return len(rows)
 
     def _grow(self) -> None:
-        """Give each running request a block for its next token; the youngest give theirs up where there are too few."""
+        """Give each running request a block for its next token; if there are too few, the youngest are preempted."""
         for live in list(self._running):
             missing = self.layout.blocks(live.num_tokens) - len(live.blocks)
             while live.blocks and missing > 0:

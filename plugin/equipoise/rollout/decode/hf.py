@@ -1,4 +1,4 @@
-"""What decoding needs of a HF causal language model: its cache layout, its limits, who it is, and its forward pass."""
+"""What decoding needs from an HF causal language model: cache layout, limits, identity, and forward pass."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # torch's and transformers' modules are typed in part only.
@@ -17,14 +17,14 @@ from equipoise.rollout.transfer.state import DTYPES, KVLayout
 
 
 class HFModel:
-    """A HF model that was taken over: it is in evaluation mode, and its attention reads a paged cache.
+    """An HF model in evaluation mode whose attention reads a paged cache.
 
     Args:
         model: causal language model with plain causal attention.
         block_size: tokens of a cache block.
 
     Raises:
-        InvalidInput: no torch module, or one of a dtype that caches do not have.
+        InvalidInput: it is not a torch module, or caches do not support its dtype.
     """
 
     def __init__(self, model: Any, *, block_size: int) -> None:
@@ -49,13 +49,13 @@ class HFModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return self.module.device
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, rows: attention.PagedRows, head: bool
     ) -> torch.Tensor:
-        """Logits, or hidden states where no head is wanted, (rows, width)."""
+        """Logits, or hidden states without the head, (rows, width)."""
         model = self.module if head else self.module.base_model
         with attention.paged(rows):
             out = model(input_ids=tokens, position_ids=positions, use_cache=False)

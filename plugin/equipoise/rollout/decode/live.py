@@ -1,4 +1,4 @@
-"""A request within an engine, and what an engine asks of one before it takes it."""
+"""A request within an engine, and the checks before an engine accepts it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Live:
 
     @classmethod
     def of(cls, state: RequestState) -> Live:
-        """As it came, without its cache."""
+        """The request as it arrived, without its cache."""
         return cls(state=replace(state, kv=None), output=list(state.output), log_probs=list(state.log_probs))
 
     @property
@@ -37,7 +37,7 @@ class Live:
         return prompt[position] if position < len(prompt) else self.output[position - len(prompt)]
 
     def snapshot(self, kv: Sequence[torch.Tensor] | None = None) -> RequestState:
-        """As it is now. While it runs, all tokens but the last are in the cache."""
+        """The request as it is now. While it runs, all tokens except the last are in the cache."""
         return replace(
             self.state,
             output=tuple(self.output),
@@ -49,16 +49,16 @@ class Live:
 
 
 def check_request(state: RequestState, known: Collection[str], *, most_tokens: int, vocab_size: int) -> None:
-    """Raise unless an engine can take a request.
+    """Raise unless an engine can accept a request.
 
     Args:
-        state: the request; with ``num_cached`` above 0 its cache is to come with it.
-        known: ids that the engine holds already.
-        most_tokens: prompt and response that fit.
-        vocab_size: of the model.
+        state: the request; if ``num_cached`` is above 0, its cache comes too.
+        known: ids that the engine already holds.
+        most_tokens: the most tokens of prompt and response that fit.
+        vocab_size: the model's vocabulary size.
 
     Raises:
-        InvalidInput: it is here already, is finished, can never fit, or holds what no token is.
+        InvalidInput: it is already here, is finished, can never fit, or has an invalid token.
     """
     name = f"request {state.id!r}"
     if state.id in known:
@@ -70,11 +70,11 @@ def check_request(state: RequestState, known: Collection[str], *, most_tokens: i
         raise InvalidInput(must(name, "be unfinished", state.finish_reason, "keep results where they are"))
     longest = len(state.prompt) + state.sampling.max_tokens
     if longest > most_tokens:
-        remedy = "shorten it, or raise num_blocks where the model's positions allow it"
+        remedy = "shorten it, or raise num_blocks if the model's positions allow it"
         raise InvalidInput(must(name, f"need at most {most_tokens} tokens with its max_tokens", longest, remedy))
     if max(state.tokens) >= vocab_size or min(state.tokens) < 0:
         rule = f"hold tokens below the vocabulary of {vocab_size}"
         raise InvalidInput(must(name, rule, max(state.tokens), "use the tokenizer of the model"))
     if state.num_cached and state.num_cached != state.num_tokens - 1:
-        rule = f"have all {state.num_tokens} tokens but the last in its cache"
-        raise InvalidInput(must(name, rule, state.num_cached, "leave the cache out, so that it is computed again"))
+        rule = f"have all {state.num_tokens} tokens except the last in its cache"
+        raise InvalidInput(must(name, rule, state.num_cached, "leave the cache out, so that it is recomputed"))

@@ -1,14 +1,14 @@
-"""Forward passes over rows of single tokens, in fixed shapes that were shown to give a row the same bits.
+"""Forward passes over rows of single tokens, in fixed shapes proven to compute each row bitwise equally.
 
 Decoding and prefilling are the same pass: a row is one token of one request at one position, and the rows of a prefill
-are consecutive positions of one request. So a cache that is computed again has the bits of the one that was lost.
+are consecutive positions of one request. A recomputed cache is therefore bitwise equal to the lost one.
 
 Matrix products of different shapes may sum in different orders: with MKL in float32, one or two rows give other bits
 than four or more. :meth:`Passes.prove` therefore compares each shape with the largest, bit for bit: the linear layers
 with sums that leave only their rounding (:mod:`equipoise.rollout.decode.proof`), attention before it is rounded, and
-the whole model, with rows in other company, at other places and with fewer chunks of context. The order of a sum
-depends on shapes, not on values, so what agrees there agrees on this machine with this number of threads. A shape that
-differs is not used: its rows go through the next larger one that agrees.
+the whole model, with rows beside other rows, at other positions and with fewer chunks of context. The order of a sum
+depends on shapes, not on values, so shapes that agree there always agree on this machine with this number of threads.
+A shape that differs is not used: its rows run in the next larger one that agrees.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -42,11 +42,11 @@ class Passes:
 
     Args:
         hf: causal language model, on its device.
-        cache: that the rows lie in.
-        sizes: shapes wished for, in rows.
-        prefill_rows: shape wished for to fill caches with; used where it is above the others and agrees with them.
-        chunk_tokens: positions that attention takes at once; a multiple of the block size.
-        cuda_graphs: record a graph per shape, where the model is on a GPU.
+        cache: the rows' cache.
+        sizes: desired shapes, in rows.
+        prefill_rows: desired shape for prefills; used if it is larger than the others and agrees with them.
+        chunk_tokens: positions per attention chunk; a multiple of the block size.
+        cuda_graphs: on a GPU, record a graph per shape.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Passes:
             self.prefill_size = prefill_rows
 
     def size_for(self, num_rows: int) -> int:
-        """The smallest shape in use that holds ``num_rows``; that for prefills if none does."""
+        """The smallest shape in use for ``num_rows``, or the one for prefills if they exceed all."""
         return min((size for size in self.sizes if size >= num_rows), default=self.prefill_size)
 
     @torch.inference_mode()
@@ -81,7 +81,7 @@ class Passes:
         Args:
             rows: at most ``size``.
             size: shape of the pass.
-            head: whether logits are wanted.
+            head: whether to compute logits.
 
         Returns:
             Logits, (rows, vocabulary), or None.
@@ -129,10 +129,10 @@ class Passes:
         return tokens[:, None], positions[:, None], paged
 
     def prove(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Shapes that give each row the bits of the largest, rising; none below :data:`proof.LEAST_ROWS`.
+        """Shapes that agree with the largest bit for bit, ascending, from :data:`proof.LEAST_ROWS` on.
 
         Raises:
-            InvalidInput: the largest shape does not compute each row by itself (experts that share a product, say).
+            InvalidInput: rows affect each other in the largest shape (experts that share a matrix product, say).
         """
         found = self._agreeing(sizes)
         if max(*sizes, proof.LEAST_ROWS) not in found:
@@ -142,7 +142,7 @@ class Passes:
         return tuple(found)
 
     def _agreeing(self, sizes: Sequence[int]) -> list[int]:
-        """Shapes, rising, that give each row the bits of the largest."""
+        """Shapes that agree with the largest bit for bit, ascending."""
         wished = sorted({max(size, proof.LEAST_ROWS) for size in sizes})
         largest = wished[-1]
         kept, graphs = self.cache, self.cuda_graphs
@@ -157,7 +157,7 @@ class Passes:
             self.cache, self.cuda_graphs = kept, graphs
 
     def _attends_alike(self, rows: Sequence[TokenRow], size: int) -> bool:
-        """Whether attention agrees before its result is rounded to the dtype of the model."""
+        """Whether attention agrees before its result is rounded to the model's dtype."""
         pool = self.cache.pools[0]
         wide = torch.promote_types(pool.dtype, torch.float32)
         draws = torch.Generator().manual_seed(0)
@@ -171,7 +171,7 @@ class Passes:
 
     @staticmethod
     def _places(rows: Sequence[TokenRow], size: int) -> list[list[int]]:
-        """``size`` rows of all lengths, and ``size`` short ones (repeated, where there are fewer), in other orders."""
+        """``size`` rows of all lengths, and ``size`` short ones (repeated if there are fewer), in other orders."""
         shuffled = np.random.default_rng(size).permutation(len(rows)).tolist()
         positions = np.array([row.position for row in rows])
         short: list[int] = np.argsort(positions, kind="stable").tolist()
@@ -183,7 +183,7 @@ class Passes:
         return logits.clone()
 
     def _agree(self, rows: Sequence[TokenRow], want: torch.Tensor, size: int) -> bool:
-        """Whether rows of the model keep their bits, with padding beside them too."""
+        """Whether the model's rows keep their bits, also beside padding."""
         whole, short = self._places(rows, size)
         return all(
             torch.equal(self._bits([rows[i] for i in places], size), want[places])
@@ -217,7 +217,7 @@ def _random_rows(cache: PagedCache, num_rows: int, chunk_tokens: int, vocab_size
 
 
 class _Graph:
-    """A recorded pass of one shape: inputs are copied into it, then it is replayed."""
+    """A recorded pass of one shape: copy inputs into it, then replay."""
 
     def __init__(
         self, passes: Passes, tokens: torch.Tensor, positions: torch.Tensor, rows: attention.PagedRows, head: bool
@@ -227,7 +227,7 @@ class _Graph:
         held = replace(rows, blocks=blocks, offsets=offsets, tables=tables, lengths=lengths)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries set themselves up in a first pass, which cannot be recorded
+        with torch.cuda.stream(stream):  # libraries initialize themselves in a first pass, which cannot be recorded
             passes.forward(tokens, positions, held, head)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()

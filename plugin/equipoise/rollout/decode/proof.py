@@ -1,4 +1,4 @@
-"""Which numbers of rows give each row the same bits, told from sums that leave nothing but their rounding."""
+"""Which numbers of rows compute each row bitwise equally, shown by sums that leave only their rounding."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # torch's modules are typed in part only.
@@ -12,18 +12,18 @@ import torch
 from torch.nn import functional
 
 LEAST_ROWS = 4
-"""Fewer are never run: libraries multiply one or two rows in ways of their own, and all weights are read anyway."""
+"""Fewer rows never run: libraries have special paths for one or two rows, and all weights are read anyway."""
 DRAWS = 4
-"""Sets of inputs per shape. Another order of the sum can leave the bits of a single output alone in one of them."""
+"""Sets of inputs per shape, because another summation order may not show in a single output of one set."""
 
 
 def linear_sizes(model: torch.nn.Module, sizes: Sequence[int]) -> set[int]:
-    r"""Sizes at which every linear layer of ``model`` sums as at the largest.
+    r"""Sizes at which every linear layer of ``model`` sums as it does at the largest.
 
-    Each shape is run with inputs and weights for which :math:`\sum_k x_k w_k = 0`: terms come in pairs of opposite sign
-    at random places, over a wide range of magnitudes. What comes out is rounding alone, so another order of the sum
-    changes leading digits, which rounding the result to half precision cannot hide. Every row and draw has magnitudes
-    of its own, so that even an order that differs in a single output is seen.
+    Each shape runs with inputs and weights for which :math:`\sum_k x_k w_k = 0`: terms come in pairs of opposite sign
+    at random positions, over a wide range of magnitudes. The results are pure rounding errors, so another summation order
+    changes leading digits, which rounding to half precision cannot hide. Every row and draw has its own magnitudes, so
+    that even an order that differs in a single output shows.
     """
     agreeing, rows = set(sizes), max(sizes)
     for inputs, outputs, dtype, biased in sorted(_linear_shapes(model), key=str):
@@ -45,10 +45,10 @@ def linear_sizes(model: torch.nn.Module, sizes: Sequence[int]) -> set[int]:
 
 
 def null_sums(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs (rows, inputs) and weights (outputs, inputs) whose products are 0 but for rounding; the same each time.
+    """Inputs (rows, inputs) and weights (outputs, inputs) whose products are 0 except for rounding; deterministic.
 
     Inputs span 22 powers of 2: wide enough that float32 rounds sums of half-precision products, which are exact in it,
-    and narrow enough that float16 holds both the sums and their rounding.
+    and narrow enough that float16 can represent both the sums and their rounding errors.
 
     >>> x, weight = null_sums(4, 6, 3, torch.float64)
     >>> bool(((x @ weight.T).abs() < 1e-10).all())
@@ -76,6 +76,6 @@ def _linear_shapes(model: torch.nn.Module) -> set[tuple[int, int, torch.dtype, b
 
 
 def _places(rows: int, size: int) -> Iterator[torch.Tensor]:
-    """The first rows in their order, and rows from all over in another."""
+    """The first rows in order, and rows from everywhere in another order."""
     yield torch.arange(size)
     yield torch.randperm(rows, generator=torch.Generator().manual_seed(size))[:size]

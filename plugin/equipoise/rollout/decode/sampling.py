@@ -1,4 +1,4 @@
-"""One token from one row of logits; nothing depends on other rows, or on what was drawn before."""
+"""One token from one row of logits, independent of other rows and of earlier samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from equipoise.rollout.transfer.state import Sampling
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number of ``seed`` at ``position``, in [0, 1): Philox 4×64 (Salmon et al., SC 2011) with the seed as key.
+    """The random number of ``seed`` at ``position``, in [0, 1): Philox 4×64 (Salmon et al., SC 2011) with the seed as key.
 
     >>> uniform(7, 3) == uniform(7, 3), uniform(7, 3) == uniform(7, 4)
     (True, False)
@@ -21,16 +21,16 @@ def uniform(seed: int, position: int) -> float:
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> tuple[int, float]:
-    r"""The next token and its log-probability.
+    r"""The next token and its log-prob.
 
-    The log-probability is that of :math:`\operatorname{softmax}(z / T)`, with :math:`z` the logits after penalties and
-    :math:`T` the temperature (1 where it is 0), before ``top_k`` and ``top_p`` cut: what a trainer computes again.
+    The log-prob is that of :math:`\operatorname{softmax}(z / T)`, with logits :math:`z` after penalties and temperature
+    :math:`T` (1 if it is 0), before ``top_k`` and ``top_p``, as a trainer recomputes it.
 
     Args:
-        logits: (vocabulary,), on the CPU; of any float dtype, computed with in float64.
-        sampling: how.
+        logits: (vocabulary,), on the CPU; any float dtype, computed in float64.
+        sampling: settings.
         prompt: token ids.
-        output: token ids put out so far; their number says which random number is used.
+        output: token ids so far; their number selects the random number.
     """
     wide = _penalised(logits.to(torch.float64, copy=True), sampling, prompt, output)
     scaled = wide / sampling.temperature if sampling.temperature > 0 else wide
@@ -43,7 +43,7 @@ def draw(logits: torch.Tensor, sampling: Sampling, prompt: Sequence[int], output
 
 
 def _invert(probs: torch.Tensor, sampling: Sampling, number: float) -> int:
-    """The token whose stretch of the cumulated probability holds ``number``."""
+    """The token whose interval of the cumulative probability contains ``number``."""
     if sampling.top_k == 0 and sampling.top_p == 1:
         order, kept = None, probs
     else:

@@ -1,1 +1,1 @@
-"""Which requests move where, what that is worth, and what lengths to expect. Numpy only."""
+"""Which requests move where, what that saves, and which lengths to expect. Numpy only."""

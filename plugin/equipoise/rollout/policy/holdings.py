@@ -1,4 +1,4 @@
-"""What ranks hold: their requests as arrays, and the checks that they pass first."""
+"""The requests of all ranks as arrays, after input checks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Holdings:
     """Requests in rank order: those of rank 0 first. Arrays are per request, shape (n,), or per rank, shape (ranks,).
 
     Attributes:
-        held: requests that each rank holds, running and waiting.
+        held: number of requests on each rank, running and waiting.
         kv_tokens: KV tokens of each request, 0 while it waits.
         num_tokens: tokens of each request.
-        running: which decode.
-        remaining: expected tokens still to come; NaN where nothing is known.
-        moved: which have moved before; others are preferred.
+        running: whether each request decodes.
+        remaining: expected remaining tokens; NaN if unknown.
+        moved: whether each request has moved before; others are preferred.
     """
 
     held: IntArray
@@ -39,7 +39,7 @@ class Holdings:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks, those without requests too."""
+        """Number of ranks, including those without requests."""
         return self.held.size
 
     @cached_property
@@ -54,7 +54,7 @@ class Holdings:
 
     @cached_property
     def expected(self) -> FloatArray:
-        """Expected remaining tokens; a request of which nothing is known is expected to double.
+        """Expected remaining tokens; a request with unknown length is expected to double.
 
         Response lengths have a heavy tail: the longer a request has run, the longer it still will (Lindy's law).
         """
@@ -63,11 +63,11 @@ class Holdings:
 
 
 def checked_ranks(requests_by_rank: Sequence[Sequence[Request] | None]) -> list[Sequence[Request]]:
-    """The requests of each rank, once no rank is missing and no id is held twice.
+    """The requests of each rank, after checking that no rank is missing and no id occurs twice.
 
     Raises:
-        InvalidInput: no list or an empty one, a rank that is None or no list, what is no request, or an id that is not
-            hashable or is held twice.
+        InvalidInput: the list is empty or not a list, a rank is None or not a list, an entry is not a request, or an id
+            is not hashable or occurs twice.
     """
     if not _is_list(requests_by_rank):
         got, remedy = type(requests_by_rank).__name__, "pass the requests of rank 0 first"
@@ -93,10 +93,10 @@ def checked_ranks(requests_by_rank: Sequence[Sequence[Request] | None]) -> list[
 
 
 def checked_ids(field: str, ids: Collection[Hashable]) -> frozenset[Hashable]:
-    """The ids, once they are a collection of what can be one.
+    """The ids, after checking them.
 
     Raises:
-        InvalidInput: no collection, a single string, or an id that is not hashable.
+        InvalidInput: not a collection, a single string, or an id that is not hashable.
     """
     try:
         found: frozenset[Hashable] | None = None if isinstance(ids, str) else frozenset(ids)
@@ -108,7 +108,7 @@ def checked_ids(field: str, ids: Collection[Hashable]) -> frozenset[Hashable]:
 
 
 def checked_tiers(tiers: Sequence[int]) -> IntArray:
-    """The tiers from small to large.
+    """The tiers in ascending order.
 
     Raises:
         InvalidInput: none, one that is no whole number of at least 1, or not in falling order.
@@ -118,10 +118,10 @@ def checked_tiers(tiers: Sequence[int]) -> IntArray:
 
 
 def per_rank(field: str, limit: int | Sequence[int] | None, num_ranks: int) -> IntArray:
-    """A limit for each rank from one number, one for each, or None.
+    """A limit per rank, from one number, one number per rank, or None.
 
     Raises:
-        InvalidInput: not a whole number of at least 0, or not one for each rank.
+        InvalidInput: not an integer of at least 0, or not one per rank.
     """
     if limit is None:
         return np.full(num_ranks, NO_LIMIT, dtype=np.int64)
@@ -137,10 +137,10 @@ def per_rank(field: str, limit: int | Sequence[int] | None, num_ranks: int) -> I
 
 
 def check_room(ranks: Sequence[Sequence[Request]], slots: IntArray) -> None:
-    """Whether the slots of all ranks can hold what runs.
+    """Check that the slots of all ranks can hold the running requests.
 
     Raises:
-        InfeasiblePlan: more requests run than all ranks have slots.
+        InfeasiblePlan: more requests run than there are slots.
     """
     room = int(np.minimum(slots, NO_LIMIT // slots.size).sum())
     if sum(map(len, ranks)) <= room:
@@ -164,10 +164,10 @@ def gather(
 
     Args:
         ranks: requests of each rank.
-        moved: ids of those that moved before.
-        tokens: False leaves ``num_tokens`` at 0 where neither of the others needs it.
-        tokens_if_waiting: whether ``num_tokens`` matters if some wait.
-        lengths: whether expected lengths matter even if none is known.
+        moved: ids of requests that moved before.
+        tokens: whether ``num_tokens`` is needed; if not, it may stay 0.
+        tokens_if_waiting: whether ``num_tokens`` is needed if some requests wait.
+        lengths: whether expected lengths are needed even if none is known.
     """
     held = np.array([len(requests) for requests in ranks], dtype=np.int64)
     count = int(held.sum())

@@ -1,4 +1,4 @@
-"""How long a request still runs, from its siblings, from earlier rollouts of its prompt, and from all others."""
+"""Expected remaining length of a request, from siblings, earlier rollouts of its prompt, and all other requests."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from equipoise.errors import InvalidInput, must
 class LengthModel:
     """Expected remaining tokens of running requests.
 
-    The mean length of a prompt's responses is estimated from those that finished and from those that still run, which
-    are at least as long as they are now: mean = (tokens of all + weight · prior) / (number finished + weight). That is
-    the estimate for exponential life times of which some are cut off, with a prior; it has no memory, so that the mean
-    is also what a request has still to go. The prior is the running median of the prompt's earlier rollouts less what
-    the request has generated, or, for a prompt not seen before, the same estimate over all prompts.
+    The mean length of a prompt's responses is estimated from finished responses and from running ones, which will be at
+    least as long as they are now: mean = (tokens of all + weight · prior) / (number finished + weight). This is the
+    estimate for censored exponential lifetimes with a prior; as these are memoryless, the mean is also the expected
+    remaining length. The prior is the running median of the prompt's earlier rollouts minus the tokens generated so
+    far, or, for a new prompt, the same estimate over all prompts.
 
     Args:
-        window: earlier rollouts of a prompt that its running median spans, in responses.
-        weight: responses that the prior counts for, above 0.
-        max_prompts: prompts that are remembered; beyond, the one forgotten is that used longest ago.
+        window: how many earlier responses of a prompt its running median covers.
+        weight: how many responses the prior counts for, above 0.
+        max_prompts: how many prompts to remember; the least recently used are forgotten.
 
     Source: B. Epstein, M. Sobel, Life testing, J. Am. Stat. Assoc. 48 (1953) 486-502.
 
@@ -51,7 +51,7 @@ class LengthModel:
         self._finished: OrderedDict[Hashable, list[int]] = OrderedDict()
 
     def finish(self, prompt: Hashable, length: int) -> None:
-        """Take note of a response of ``length`` tokens that is done."""
+        """Record a finished response of ``length`` tokens."""
         if not is_amount(length):
             raise InvalidInput(must("length", "be at least 0", length, "pass the tokens of the response"))
         _check_hashable([prompt])
@@ -61,7 +61,7 @@ class LengthModel:
         self._forget(self._finished)
 
     def next_rollout(self) -> None:
-        """Start a new rollout: what finished becomes history."""
+        """Start a new rollout: finished responses become history."""
         for prompt, lengths in self._finished.items():
             self._history.setdefault(prompt, deque(maxlen=self._window)).extend(lengths)
             self._history.move_to_end(prompt)
@@ -72,11 +72,11 @@ class LengthModel:
         """Expected remaining tokens of the running requests of all ranks, shape (n,).
 
         Args:
-            prompts: prompt of each, shape (n,).
-            generated: tokens that each has generated, shape (n,).
+            prompts: prompt of each request, shape (n,).
+            generated: tokens that each request has generated, shape (n,).
 
         Raises:
-            InvalidInput: not one count for each request, a negative one, or prompts that are not hashable.
+            InvalidInput: there is not one count per request, a count is negative, or a prompt is not hashable.
         """
         _check_hashable(prompts)
         tokens = as_vector("generated", generated, "pair prompts and counts")
@@ -116,11 +116,11 @@ def expected_remaining(
     """`LengthModel.expect` on arrays.
 
     Args:
-        prompt: number of each running request's prompt, shape (n,).
+        prompt: prompt index of each running request, shape (n,).
         generated: its tokens so far, shape (n,).
-        finished: prompt and length of each finished response of this rollout, shape (m,) both.
-        medians: of each prompt's earlier responses, NaN where there are none, shape (prompts,).
-        weight: responses that the prior counts for.
+        finished: prompt and length of each finished response of this rollout, both of shape (m,).
+        medians: median of each prompt's earlier responses, NaN if there are none, shape (prompts,).
+        weight: how many responses the prior counts for.
     """
     prompts = medians.size
     exposure = sums(prompt, generated, prompts) + sums(finished[0], finished[1], prompts)

@@ -1,4 +1,4 @@
-"""Which unfinished requests move from crowded ranks to idle ones. Plan only: counts and lengths in, moves out."""
+"""Which unfinished requests move from crowded ranks to idle ones: counts and lengths in, moves out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VICTIMS = ("kv", "longest")
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a plan must keep to; fields as the arguments of `plan_rebalance`, limits for each rank, tiers rising."""
+    """What a plan must respect: the arguments of `plan_rebalance`, with limits per rank and ascending tiers."""
 
     tiers: IntArray
     slots: IntArray
@@ -69,22 +69,22 @@ class Terms:
 
     @property
     def needs_lengths(self) -> bool:
-        """Whether expected lengths decide more than ties."""
+        """Whether expected lengths matter beyond breaking ties."""
         return self.step_time is not None or self.victims == "longest"
 
     @property
     def limits_memory(self) -> bool:
-        """Whether a rank's KV tokens have a limit, in which the tokens of a request that waits count too."""
+        """Whether KV tokens are limited, in which case a waiting request's tokens count too."""
         return bool((self.kv_capacity < NO_LIMIT).any())
 
     @property
     def prefills(self) -> bool:
-        """Whether what moves is prefilled at a cost, so that its tokens matter besides its KV tokens."""
+        """Whether prefilling a moved request has a cost, so that its tokens matter besides its KV tokens."""
         return self.transfer.prefill_s_per_token > 0
 
     @property
     def looks_at_counts_only(self) -> bool:
-        """Whether only requests of crowded ranks need to be looked at."""
+        """Whether only requests on crowded ranks matter."""
         return not (self.needs_lengths or self.limits_memory or self.prefills)
 
 
@@ -106,42 +106,43 @@ def plan_rebalance(
 ) -> list[Move]:
     """Moves after which every rank fits the smallest decode tier that all ranks can reach.
 
-    Ranks that decode in step all pay the tier of the fullest, the smallest tier T ≥ max n. With n requests on a rank,
-    T is in reach if Σ max(n - T, 0) ≤ Σ max(min(T, slots) - n, 0); then exactly Σ max(n - T, 0) requests move, no fewer
-    would do. Nothing moves unless T falls. One exception: where ``slots`` is given and requests wait on a rank that
-    holds more than its slots, they first fill the places free elsewhere.
+    Ranks that decode in lockstep all pay for the tier of the fullest rank, the smallest T ≥ max n, where n is a rank's
+    number of requests. T is reachable if Σ max(n - T, 0) ≤ Σ max(min(T, slots) - n, 0); then exactly Σ max(n - T, 0)
+    requests move, the minimum. Nothing moves unless T falls. The one exception: with ``slots``, requests that wait on a
+    rank with more requests than slots first fill free slots elsewhere.
 
-    Of each crowded rank those that wait move first, then those with the smallest KV cache. Receivers take as even a
-    number as their room allows, and what one rank sends is spread over them.
+    On each crowded rank, waiting requests move first, then those with the smallest KV caches. Receivers get equal
+    numbers as far as their room allows, and the requests of one rank are spread over them.
 
-    With ``step_time``, a tier is taken only if the predicted saving is at least (1 + hysteresis) × the predicted
-    seconds of the exchange + min_gain; if not, the next larger one is tried.
+    With ``step_time``, a tier is chosen only if the predicted saving is at least (1 + hysteresis) × the predicted
+    seconds of the exchange + min_gain; otherwise the next larger tier is tried.
 
     Args:
         requests_by_rank: unfinished requests of each rank, running and waiting; [] for an idle rank.
-        tiers: decode-graph sizes in requests, falling. Nothing moves where the largest could not hold them either.
-        slots: most requests that a rank can hold, one number or one for each rank.
-        min_gain: least predicted seconds that justify moving; needs ``step_time``.
+        tiers: decode-graph sizes in requests, descending. Nothing moves if even the largest is too small.
+        slots: the most requests that a rank can hold, one number or one per rank.
+        min_gain: the least predicted saving in seconds that justifies a move; needs ``step_time``.
         step_time: seconds of a decode step from the tier and the KV tokens of the fullest rank.
-        kv_capacity: most KV tokens that a rank can hold, one number or one for each rank. Requests are placed largest
-            first; a tier for which that finds no place is not taken.
-        transfer: what an exchange costs; nothing if left out.
-        victims: "kv", the smallest caches leave; "longest", those expected to decode longest leave, and go to the
-            ranks with the least expected work: more bytes now, fewer moves later.
+        kv_capacity: the most KV tokens that a rank can hold, one number or one per rank. Requests are placed largest
+            first; a tier for which this fails is skipped.
+        transfer: cost of an exchange; None for no cost.
+        victims: "kv" moves the smallest caches; "longest" moves the requests expected to decode longest, to the ranks
+            with the least expected work: more bytes now, fewer moves later.
         hysteresis: share by which the saving must exceed the cost; needs ``step_time``.
-        moved_before: ids that moved lately; they leave a rank only where its others do not suffice.
-        kv_price: seconds of decoding worth giving up to spare one KV token's transfer. If above 0, a move waits for
-            the next check as long as requests that finish meanwhile spare more than the higher tier costs.
-        steps_to_next_check: decode steps until the next call; needed by ``kv_price``.
-        most_steps: decode steps that any request can still last, from the limit on response length; bounds the saving.
+        moved_before: ids that moved recently; they leave a rank only if its other requests do not suffice.
+        kv_price: seconds of decoding worth giving up to save the transfer of one KV token. If above 0, a move waits
+            for the next check as long as requests that finish by then save more than the higher tier costs.
+        steps_to_next_check: decode steps until the next call; required by ``kv_price``.
+        most_steps: the most decode steps that any request can still take, from the limit on response length; bounds the
+            saving.
 
     Returns:
-        Moves, each request at most once, by sender. The same on every rank that has the same input.
+        Moves by sender, each request at most once. The same input gives the same moves on every rank.
 
     Raises:
-        InvalidInput: tiers not falling, a rank that is None, an id on two ranks, a limit or setting of another kind or
-            out of range.
-        InfeasiblePlan: more requests run than the slots of all ranks.
+        InvalidInput: tiers are not descending, a rank is None, an id is on two ranks, or a limit or setting has the
+            wrong type or is out of range.
+        InfeasiblePlan: more requests run than there are slots.
 
     >>> crowded = [Request(i, num_tokens=100 + i, kv_tokens=100 + i) for i in range(6)]
     >>> plan_rebalance([crowded, []], tiers=(8, 4))
@@ -170,7 +171,7 @@ def plan_rebalance(
     if low is None:
         return []
     none: Sequence[Request] = ()
-    crowded = [requests if len(requests) > low else none for requests in ranks]  # all that can send
+    crowded = [requests if len(requests) > low else none for requests in ranks]  # all possible senders
     holdings = gather(
         crowded if terms.looks_at_counts_only else ranks,
         before,
@@ -190,9 +191,9 @@ def plan_moves(holdings: Holdings, terms: Terms, *, held: IntArray | None = None
     """Indices of the requests that move and the rank each goes to: `plan_rebalance` on arrays, without its checks.
 
     Args:
-        holdings: the requests; where only counts are looked at, those of crowded ranks suffice.
-        terms: what to keep to.
-        held: requests of each rank where ``holdings`` leaves some out.
+        holdings: the requests; if only counts matter, those on crowded ranks suffice.
+        terms: what to respect.
+        held: requests of each rank, if ``holdings`` omits some.
     """
     counts = holdings.held if held is None else held
     waiting = fill_idle(holdings, terms, counts)
@@ -209,7 +210,7 @@ def plan_moves(holdings: Holdings, terms: Terms, *, held: IntArray | None = None
 
 
 def lower_tiers(held: IntArray, terms: Terms) -> list[int]:
-    """Tiers below the present one that all ranks can reach, the smallest first."""
+    """Tiers below the current one that all ranks can reach, the smallest first."""
     if held.size < 2:
         return []
     most = int(held.max())
@@ -222,9 +223,9 @@ def lower_tiers(held: IntArray, terms: Terms) -> list[int]:
 
 
 def fill_idle(holdings: Holdings, terms: Terms, held: IntArray) -> tuple[IntArray, IntArray]:
-    """Requests that wait on ranks without a free slot, and the free slots elsewhere that they go to.
+    """Requests that wait on ranks without a free slot, and the ranks whose free slots they fill.
 
-    No rank gets more than the tier that ranks decode at by now.
+    No rank gets more requests than the current tier.
     """
     nothing = np.zeros(0, dtype=np.int64)
     over = held > terms.slots

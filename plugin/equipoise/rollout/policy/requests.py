@@ -1,4 +1,4 @@
-"""What the planner is told of a request, and what it answers."""
+"""The planner's input and output: requests and moves."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Request:
     """An unfinished request of a rank.
 
     Args:
-        id: what the engine calls it; on one rank only.
+        id: the engine's name for it; unique over all ranks.
         num_tokens: prompt and generated tokens so far, at least 0.
-        kv_tokens: tokens whose keys and values the rank holds, at least 0; what a move sends.
-        running: whether it decodes now; one that waits is moved without a KV cache.
-        expected_remaining: tokens that it is expected to generate still, at least 0; None where nothing is known.
+        kv_tokens: tokens whose keys and values the rank holds and a move sends, at least 0.
+        running: whether it decodes now; a waiting request moves without a KV cache.
+        expected_remaining: expected remaining tokens, at least 0; None if unknown.
 
     Raises:
-        InvalidInput: a count that is no whole number from 0 to 2**40, ``running`` neither True nor False, or an
-            ``expected_remaining`` that is no number, negative or not finite.
+        InvalidInput: a count is not an integer from 0 to 2**40, ``running`` is not a bool, or ``expected_remaining`` is
+            not a finite number of at least 0.
 
     >>> Request("a", num_tokens=300, kv_tokens=300).running
     True
@@ -48,7 +48,7 @@ class Request:
 
 
 class Move(NamedTuple):
-    """One request that leaves a rank for another. A named tuple: a plan for a large cluster makes tens of thousands.
+    """A request that moves to another rank. A named tuple, because a plan for a large cluster has tens of thousands.
 
     >>> Move(0, 1, "a").to_rank
     1

@@ -1,4 +1,4 @@
-"""Where requests start, before any has a KV cache."""
+"""Where requests start, before they have KV caches."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from equipoise.errors import InvalidInput, must
 
 
 def spread_siblings(group_ids: Sequence[Hashable], num_ranks: int) -> IntArray:
-    """Rank of each request such that siblings part and every rank gets as many requests, or one fewer, shape (n,).
+    """Rank of each request, shape (n,): siblings on different ranks, and equal counts up to 1.
 
-    Responses to one prompt have similar lengths; together on a rank, those of a hard prompt crowd it to the end.
+    Responses to one prompt have similar lengths, so siblings of a hard prompt would keep a shared rank busy to the end.
 
     Args:
         group_ids: prompt group of each request, shape (n,).
         num_ranks: ranks that decode, at least 1.
 
     Raises:
-        InvalidInput: ``num_ranks`` is no whole number of at least 1, or an id is not hashable.
+        InvalidInput: ``num_ranks`` is not an integer of at least 1, or an id is not hashable.
 
     >>> spread_siblings(["a", "a", "b", "b", "c", "c"], 3).tolist()
     [0, 1, 2, 0, 1, 2]

@@ -1,4 +1,4 @@
-"""Seconds of a decode step, fitted to measured steps."""
+"""A model of decode-step time, fitted to measured steps."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from equipoise._arrays import FloatArray, IntArray
 from equipoise._checks import as_lengths, as_vector, is_amount, is_whole
 from equipoise.errors import InvalidInput, must
 
-_FIT_FROM = 400  # samples of a tier: all pairs of them are looked at
-_FAR = 4.0  # standard deviations, from the median error, beyond which a sample is an outlier
+_FIT_FROM = 400  # samples per tier, because all pairs are evaluated
+_FAR = 4.0  # outliers are this many standard deviations (from the median error) away
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
     """Seconds of a decode step = base of the tier + slope of the tier × KV tokens of the fullest rank.
 
-    Between tiers it is interpolated; below the smallest it is that of the smallest. Above the largest, requests take
-    turns: time of the largest × tier / largest.
+    Times are interpolated between tiers; below the smallest tier, they are those of the smallest. Above the largest,
+    requests take turns: time of the largest × tier / largest.
 
     Attributes:
-        tiers: decode-graph sizes, rising.
-        base_s: seconds of each tier at no context.
-        s_per_token: further seconds for each KV token, at least 0.
-        most_tokens: context beyond which time is taken as constant.
-        r2: share of the variance of the measured seconds that the fit explains, outliers left out; NaN if not fitted.
+        tiers: decode-graph sizes, ascending.
+        base_s: seconds of each tier without context.
+        s_per_token: additional seconds per KV token, at least 0.
+        most_tokens: context beyond which time is constant.
+        r2: share of the variance in seconds that the fit explains, outliers excluded; NaN if not fitted.
         num_samples: measured steps.
-        num_outliers: steps that the fit left out.
+        num_outliers: steps that the fit excludes.
 
     >>> StepTime(tiers=(4, 64), base_s=(0.06, 0.12), s_per_token=(0.0, 1e-6))(64, 50_000)
     0.16999999999999998
@@ -61,7 +61,7 @@ class StepTime:
         """Seconds of one step.
 
         Args:
-            tier: requests that the decode graph is made for.
+            tier: size of the decode graph, in requests.
             context_tokens: KV tokens of the fullest rank.
         """
         times = [
@@ -72,23 +72,23 @@ class StepTime:
         return times[-1] * tier / largest if tier > largest else float(np.interp(tier, self.tiers, times))
 
     def of_tiers(self, tier_index: IntArray, context_tokens: FloatArray) -> FloatArray:
-        """Seconds of many steps, each by the index of its tier in ``tiers``, shape (n,)."""
+        """Seconds of many steps, shape (n,), given the index of each step's tier in ``tiers``."""
         context = np.minimum(context_tokens, self.most_tokens)
         return np.asarray(np.array(self.base_s)[tier_index] + np.array(self.s_per_token)[tier_index] * context)
 
     @classmethod
     def fit(cls, tiers: Any, context_tokens: Any, seconds: Any) -> StepTime:
-        """Fit to measured steps: for each tier the median of the slopes of all pairs, and the median of what is left.
+        """Fit to measured steps: for each tier, the median slope over all pairs, then the median residual.
 
-        Up to 29 % of a tier's samples may be wrong (a compilation, a stall) without much effect.
+        Up to 29 % of a tier's samples may be outliers (a compilation, a stall) without much effect.
 
         Args:
             tiers: tier of each step, shape (n,).
             context_tokens: KV tokens of the fullest rank at each step, shape (n,).
-            seconds: of each step, above 0, shape (n,).
+            seconds: duration of each step, above 0, shape (n,).
 
         Raises:
-            InvalidInput: counts that do not match, a tier with fewer than 3 steps, or seconds not finite and above 0.
+            InvalidInput: shapes differ, a tier has fewer than 3 steps, or seconds are not finite and positive.
 
         Source: P. K. Sen, J. Am. Stat. Assoc. 63 (1968) 1379-1389.
 

@@ -9,21 +9,21 @@ import numpy as np
 from equipoise._arrays import BoolArray, FloatArray, IntArray, iota, sums
 from equipoise.rollout.policy.holdings import NO_LIMIT, Holdings
 
-_ROWS = 64  # ranks that are sorted at once: small arrays stay in the processor's cache
-_OWN_PLACE = 2**21  # whole numbers below it need no place: three keys and a column fit into 62 bits
+_ROWS = 64  # ranks sorted at once: small arrays stay in the processor's cache
+_OWN_PLACE = 2**21  # integers below it need no ranking: three keys and a column fit into 62 bits
 
 
 def pick(holdings: Holdings, excess: IntArray, *, longest: bool) -> IntArray:
-    """The ``excess`` requests of each rank that leave it, rank by rank, shape (Σ excess,).
+    """The ``excess`` requests that leave each rank, rank by rank, shape (Σ excess,).
 
-    Those that wait go first, for they have no KV cache; then the smallest KV caches or, with ``longest``, those that
-    are expected to decode longest. Ties go to the longer expected one, then to list order. A request that has moved
-    before leaves only where the others do not suffice.
+    Waiting requests leave first, because they have no KV cache; then the smallest KV caches or, with ``longest``, the
+    requests expected to decode longest. Ties go to the longer expected length, then to list order. A request that has
+    moved before leaves only if the others do not suffice.
 
     Args:
-        holdings: the requests, of the ranks with excess at least.
-        excess: requests that leave each rank, at most those that it holds, shape (ranks,).
-        longest: prefer long expected ones to small caches.
+        holdings: the requests, at least of the ranks with excess.
+        excess: how many requests leave each rank, at most all of them, shape (ranks,).
+        longest: prefer long expected lengths to small caches.
     """
     donors = np.flatnonzero(excess)
     if donors.size == 0:
@@ -40,7 +40,7 @@ def pick(holdings: Holdings, excess: IntArray, *, longest: bool) -> IntArray:
 
 
 def _keys(holdings: Holdings, at: IntArray, *, longest: bool, known: bool) -> list[IntArray | FloatArray]:
-    """Sort keys of the requests ``at``, the one that decides first."""
+    """Sort keys of the requests ``at``, the primary key first."""
     cache = 2 * holdings.kv_tokens[at] + holdings.running[at]
     if longest:
         return [holdings.running[at] + 2 * holdings.moved[at], -holdings.expected[at], cache]
@@ -48,9 +48,9 @@ def _keys(holdings: Holdings, at: IntArray, *, longest: bool, known: bool) -> li
 
 
 def _in_order(keys: list[IntArray | FloatArray], filled: BoolArray) -> IntArray:
-    """Columns of each row by its keys, the first before the others, ties by column, what is not filled last.
+    """Columns of each row, sorted by its keys; ties by column, unfilled columns last.
 
-    One sort of whole numbers that hold all keys is several times as fast as a stable sort for each.
+    One sort of integers that combine all keys is several times as fast as a stable sort per key.
     """
     width = filled.shape[1]
     code: IntArray = np.zeros(filled.shape, dtype=np.int64)
@@ -66,7 +66,7 @@ def _in_order(keys: list[IntArray | FloatArray], filled: BoolArray) -> IntArray:
 
 
 def _places(key: IntArray | FloatArray) -> IntArray:
-    """Place of each value among the different ones of its row, from 0."""
+    """Rank of each value among the distinct values of its row, from 0."""
     order = np.argsort(key, axis=1)
     ranked = np.take_along_axis(key, order, axis=1)
     place = np.zeros(key.shape, dtype=np.int64)
@@ -77,7 +77,7 @@ def _places(key: IntArray | FloatArray) -> IntArray:
 
 
 def quotas(count: int, room: IntArray) -> IntArray:
-    """How many of ``count`` each rank takes: as even as its room allows, the larger share to the emptier rank.
+    """How many of ``count`` each rank takes: as even as room allows, with larger shares for emptier ranks.
 
     >>> quotas(5, np.array([1, 0, 4, 3])).tolist()
     [1, 0, 2, 2]
@@ -94,15 +94,15 @@ def quotas(count: int, room: IntArray) -> IntArray:
 
 
 def deal(weight: FloatArray, share: IntArray, load: FloatArray) -> IntArray:
-    """Receiver of each of a list of requests in donor order, shape (n,).
+    """Receiver of each request, in donor order, shape (n,).
 
-    In each round every rank that still takes one gets one, the heaviest going to the least loaded: what a donor sends
-    spreads over as many receivers as there are, and so do the weights.
+    In each round, every rank with a share left gets one request, the heaviest for the least loaded rank, so that a
+    donor's requests and their weights spread over all receivers.
 
     Args:
-        weight: of each request: KV tokens, or expected remaining tokens.
-        share: how many each rank takes; Σ share = n.
-        load: weight that each rank has already.
+        weight: KV tokens or expected remaining tokens of each request.
+        share: how many requests each rank takes; Σ share = n.
+        load: the weight already on each rank.
     """
     to = np.empty(weight.size, dtype=np.int64)
     total = load.astype(np.float64, copy=True)
@@ -119,15 +119,15 @@ def deal(weight: FloatArray, share: IntArray, load: FloatArray) -> IntArray:
 
 
 def fit(holdings: Holdings, leaving: IntArray, room: IntArray, capacity: IntArray) -> IntArray | None:
-    """Receivers within their memory, largest request first, or None where this finds no place for one.
+    """Receivers with enough memory, largest request first, or None if a request finds no place.
 
-    A request that waits needs room for its tokens as well, for it is prefilled where it arrives.
+    A waiting request needs room for its tokens too, because its receiver prefills it.
 
     Args:
         holdings: all requests of all ranks.
-        leaving: indices of those that leave.
-        room: requests that each rank can take, shape (ranks,).
-        capacity: KV tokens that each rank can hold, shape (ranks,).
+        leaving: indices of the requests that leave.
+        room: how many requests each rank can take, shape (ranks,).
+        capacity: how many KV tokens each rank can hold, shape (ranks,).
     """
     need = np.where(holdings.running, holdings.kv_tokens, holdings.num_tokens)
     stays: BoolArray = np.ones(need.size, dtype=np.bool_)
@@ -138,7 +138,7 @@ def fit(holdings: Holdings, leaving: IntArray, room: IntArray, capacity: IntArra
     order = np.argsort(-need[leaving], kind="stable")
     tokens = need[leaving[order]]
     start, left = 0, room
-    while start < order.size:  # a round in which each rank that is asked has room is one step
+    while start < order.size:  # a round in which every receiver has room is one step
         takers = np.flatnonzero(left > 0)
         takers = takers[np.argsort(-free[takers], kind="stable")][: order.size - start]
         chunk = tokens[start : start + takers.size]
@@ -155,9 +155,9 @@ def fit(holdings: Holdings, leaving: IntArray, room: IntArray, capacity: IntArra
 
 
 def _fit_singly(tokens: list[int], left: list[int], free: list[int]) -> list[int] | None:
-    """Receiver of each request, largest first: of the ranks with room the one that got fewest, then the most free."""
+    """Receiver of each request, largest first: the rank with room that got the fewest, then the most memory."""
     able = [(0, -space, rank) for rank, space in enumerate(free) if left[rank] > 0]
-    full: list[tuple[int, int, int]] = []  # without room for the last request, perhaps with room for a smaller one
+    full: list[tuple[int, int, int]] = []  # no room for this request, but perhaps for a smaller one
     heapq.heapify(able)
     to: list[int] = []
     for size in tokens:

@@ -1,4 +1,4 @@
-"""Whether a plan pays: seconds of decoding that it saves against seconds that it takes."""
+"""Whether a plan pays: seconds of decoding that it saves, and seconds that it costs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from equipoise.rollout.policy.holdings import Holdings
 _HALVINGS = 14
 
 StepSeconds = Callable[[int, float], float]
-"""Seconds of one decode step from the tier and the KV tokens of the fullest rank: `StepTime` is one."""
+"""Seconds of a decode step from the tier and the KV tokens of the fullest rank, such as `StepTime`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferCost:
     """Seconds = latency + KV tokens of the busiest link × seconds + tokens of the busiest prefill × seconds.
 
-    All ranks wait for the busiest. Links send and receive at once.
+    All ranks wait for the busiest one. Links are full duplex.
 
     Attributes:
-        latency_s: of an exchange, whatever moves.
-        kv_s_per_token: to send one token's keys and values.
-        prefill_s_per_token: to prefill one token of a request whose KV cache is not sent; 0 where it is.
+        latency_s: fixed seconds per exchange.
+        kv_s_per_token: seconds to send one token's keys and values.
+        prefill_s_per_token: seconds to prefill one token of a request that moves without its cache; 0 if caches move.
 
     >>> cost = TransferCost(latency_s=0.002, kv_s_per_token=3e-6)
     >>> cost.seconds(np.array([2000, 0]), np.array([0, 2000]), np.zeros(2))
@@ -45,7 +45,7 @@ class TransferCost:
                 raise InvalidInput(must(field.name, "be finite and at least 0", value, "measure it in seconds"))
 
     def seconds(self, sent: IntArray, received: IntArray, prefilled: IntArray | FloatArray) -> float:
-        """Seconds of an exchange from the KV tokens that each rank sends and receives, and the tokens it prefills."""
+        """Seconds of an exchange, from the KV tokens that each rank sends and receives and the tokens it prefills."""
         link = max(int(sent.max(initial=0)), int(received.max(initial=0)))
         prefill = float(prefilled.max(initial=0))
         return self.latency_s + link * self.kv_s_per_token + prefill * self.prefill_s_per_token
@@ -71,17 +71,17 @@ def saved_seconds(
     """Predicted seconds that reaching ``target`` now saves over waiting for requests to finish.
 
     Σ over the tiers above ``target`` of (steps that ranks would stay in the tier) × (time of the tier - time of
-    ``target``). A request of expected remaining length m is taken to be done after s steps with probability
-    1 - exp(-s / m); ranks fall to a tier once the mean count of each has. The saving is predicted low: chance
-    keeps the fullest rank above its mean, and after the moves the tier would fall further, too.
+    ``target``). A request of expected remaining length m is assumed to finish within s steps with probability
+    1 - exp(-s / m), and the group reaches a tier once every rank's mean count does. The prediction is low: chance
+    keeps the fullest rank above its mean, and after the moves the tier would fall further.
 
     Args:
         holdings: all requests.
         target: the tier that ranks would reach.
-        tiers: all tiers, from small to large.
-        step_time: of a step.
+        tiers: all tiers, ascending.
+        step_time: seconds of a step.
         context: KV tokens of the fullest rank without the moves and after them.
-        most_steps: that any request can still last.
+        most_steps: the most steps that any request can still take.
     """
     most = int(holdings.held.max())
     now = int(tiers[np.searchsorted(tiers, most)]) if most <= int(tiers[-1]) else most
@@ -95,19 +95,19 @@ def saved_seconds(
 
 
 def _steps_until(holdings: Holdings, tier: int) -> float:
-    """Steps until each rank's mean count is down to ``tier`` if none moves: s with Σ exp(-s / m) = ``tier``."""
+    """Steps until each rank's mean count falls to ``tier`` without moves: s with Σ exp(-s / m) = ``tier``."""
     over = holdings.held > tier
     if not over.any():
         return 0.0
     mine = over[holdings.rank]
     rank, mean = (np.cumsum(over) - 1)[holdings.rank[mine]], np.maximum(holdings.expected[mine], 1.0)
     low = np.zeros(int(over.sum()))
-    high = float(mean.max()) * np.log(holdings.held[over] / tier)  # as if all lasted as long as the longest
+    high = float(mean.max()) * np.log(holdings.held[over] / tier)  # as if all took as long as the longest
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         more = sums(rank, np.exp(-middle[rank] / mean), low.size) > tier
         low, high = np.where(more, middle, low), np.where(more, high, middle)
-        last = high > low.max()  # the others are down before one of these is
+        last = high > low.max()  # the others reach the tier earlier
         if last.any() and not last.all():
             mine = last[rank]
             rank, mean = (np.cumsum(last) - 1)[rank[mine]], mean[mine]
@@ -116,9 +116,9 @@ def _steps_until(holdings: Holdings, tier: int) -> float:
 
 
 def kept_by_waiting(holdings: Holdings, leaving: IntArray, target: int, steps: int) -> float:
-    """KV tokens that moving ``steps`` later is expected to send less, as requests finish by themselves meanwhile.
+    """KV tokens that moving ``steps`` later is expected to save, because requests finish in the meantime.
 
-    Requests finish as in `saved_seconds`; the excess of a rank is taken as normal about its mean.
+    Requests finish as in `saved_seconds`; the excess of a rank is assumed normal around its mean.
     """
     rank = holdings.rank
     crowded = (holdings.held > target)[rank]
@@ -133,7 +133,7 @@ def kept_by_waiting(holdings: Holdings, leaving: IntArray, target: int, steps: i
 
 
 def _positive_part(mean: FloatArray, spread: FloatArray) -> FloatArray:
-    """E max(X, 0) of a normal X, with the logistic stand-in for its distribution function (error below 0.01)."""
+    """E max(X, 0) for a normal X, with a logistic approximation of its distribution function (error below 0.01)."""
     z = np.clip(mean / spread, -30.0, 30.0)
     below = 1.0 / (1.0 + np.exp(-1.702 * z))
     return np.asarray(spread * np.exp(-z * z / 2) / np.sqrt(2 * np.pi) + mean * below)

@@ -1,4 +1,4 @@
-"""How requests move between ranks: what they carry, how it travels, how ranks agree that it arrived."""
+"""How requests move between ranks: their state, its transport, and the agreement that it arrived."""
 
 from equipoise.rollout.transfer.state import EngineFacts as EngineFacts
 from equipoise.rollout.transfer.state import KVLayout as KVLayout

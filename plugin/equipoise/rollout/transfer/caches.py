@@ -1,4 +1,4 @@
-"""Caches on their way: a layer at a time, through few buffers, from the pool of one engine into that of another."""
+"""Transport of caches, layer by layer through a few buffers, from one engine's pool to another's."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from equipoise.rollout.transfer.state import KVLayout, MovableEngine, RequestSta
 from equipoise.together import Attempt, attempt
 
 IN_FLIGHT = 2
-"""Layers on their way at once: one is packed while another is sent. No more are ever held beside the pools."""
+"""Layers in flight at once: one is packed while another is sent. No more are held besides the pools."""
 
 
 def take_in(engine: MovableEngine, states: Sequence[RequestState]) -> None:
-    """Give requests to an engine, those that have a cache with it; without one it is computed again. All or nothing."""
+    """Give requests to an engine, with their caches if they have any. All or nothing."""
     with_cache = {state.id: state.kv for state in states if state.kv is not None and state.num_cached}
     num_layers = engine.facts().layout.num_layers if with_cache else 0
     for name, kv in with_cache.items():
@@ -40,17 +40,17 @@ def take_in(engine: MovableEngine, states: Sequence[RequestState]) -> None:
 
 
 class CacheStream:
-    """The caches that this rank sends and receives in one exchange.
+    """The caches that this rank sends and receives in an exchange.
 
-    All requests of a peer travel in one message a layer. The buffers of ``IN_FLIGHT`` layers each way are taken once,
-    here, and are all the memory that it needs.
+    All requests of a peer travel in one message per layer. The buffers for ``IN_FLIGHT`` layers each way are allocated
+    here, once, and are all the memory needed.
 
     Args:
-        engine: of this rank; holds room for what comes.
-        channel: of the group.
-        layout: of the caches.
+        engine: this rank's engine, with room reserved for incoming caches.
+        channel: the group's channel.
+        layout: layout of the caches.
         outgoing: requests with their cache, by receiver.
-        incoming: requests without, by sender; ``num_cached`` says what comes.
+        incoming: requests without it, by sender; ``num_cached`` is what will arrive.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class CacheStream:
         self._done: Attempt[None] = Attempt()
 
     def run(self) -> Attempt[None]:
-        """Send and receive every layer; how it went on this rank.
+        """Send and receive every layer; returns this rank's outcome.
 
-        A rank whose engine fails goes on with the contents of its buffers, so that the others get what they wait for;
-        the failure is voted on afterwards.
+        If its engine fails, a rank continues with the contents of its buffers, so that the others do not wait; the vote
+        on the failure comes later.
 
         Raises:
             RankLost: a rank did not answer.
@@ -121,6 +121,6 @@ class CacheStream:
 
 
 def _cached(requests: Mapping[int, Sequence[RequestState]]) -> dict[int, list[RequestState]]:
-    """Those with a cache, by rank in rising order; ranks without any are left out."""
+    """Requests with a cache, by ascending rank; ranks without any are omitted."""
     found = {rank: [state for state in requests[rank] if state.num_cached] for rank in sorted(requests)}
     return {rank: states for rank, states in found.items() if states}

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a group; whoever fails or does not answer is named on every rank."""
+"""Messages between the ranks of a group; a rank that fails or does not answer is named on every rank."""
 
 # pyright: reportPrivateUsage=false
 # The store of the process group has no public name.
@@ -22,15 +22,15 @@ from equipoise.together import attempt, gather_numbers
 T = TypeVar("T")
 _POLL_S = 0.02
 _ROLL_S = 10.0
-"""Most of the time-out that is kept for finding out who is lost; a quarter of it, if that is less."""
+"""The most seconds of the time-out reserved for finding out who is lost; a quarter of it if that is less."""
 
 
 class RankLost(EquipoiseError, RuntimeError):
     """A rank did not answer within the time-out.
 
     Args:
-        text: what was going on.
-        ranks: who did not answer, by rank in the group; empty where all did and sending failed all the same.
+        text: what was being done.
+        ranks: ranks in the group that did not answer; empty if all did and sending still failed.
     """
 
     def __init__(self, text: str, ranks: tuple[int, ...]) -> None:
@@ -39,22 +39,22 @@ class RankLost(EquipoiseError, RuntimeError):
 
 
 class OutOfStep(EquipoiseError, RuntimeError):
-    """Ranks met, but not to do the same thing."""
+    """Ranks synchronized for different operations."""
 
 
 class Channel:
-    """Talk of one group; a collective call to make.
+    """Communication within a group; creating one is a collective call.
 
-    Messages go over a gloo group of their own, with their own time-out; tensors go over ``group`` where it is NCCL.
-    Each meeting runs a part of every rank and votes on it, in the collective that tells the sizes of messages.
+    Messages use a separate gloo group with its own time-out; tensors use ``group`` if it is NCCL. Each meeting of the
+    ranks runs a part on every rank and votes on it, in the collective that exchanges message sizes.
 
-    Each rank signs a roll in the group's store when it comes to a meeting, and again if that fails. Those that have not
-    come when the time-out is over are named, or, if all have, those that say nothing of a failure. A rank that dies is
-    thus told from ranks that fail because of it.
+    Each rank signs the group's store when it arrives at a meeting, and again if the meeting fails. Ranks that have not
+    arrived by the time-out are named or, if all have, those that report no failure. This tells a dead rank from the
+    ranks that fail because of it.
 
     Args:
-        group: process group; the default one if None.
-        timeout_s: seconds that a rank may let others wait. The longest stretch of decoding between two checks must fit.
+        group: process group; None for the default one.
+        timeout_s: seconds that a rank may keep others waiting, more than the longest decoding between two checks.
     """
 
     def __init__(self, group: Any = None, *, timeout_s: float = 600.0) -> None:
@@ -84,7 +84,7 @@ class Channel:
 
         Raises:
             RankLost: a rank did not answer.
-            OutOfStep: a rank came to do something else.
+            OutOfStep: a rank started a different operation.
         """
         results: list[T] = []
 
@@ -96,7 +96,7 @@ class Channel:
         return results[0]
 
     def gather(self, part: Callable[[], bytes], doing: str) -> list[bytes]:
-        """The message that the part of each rank returns, by rank; raises as :meth:`together`."""
+        """The message that each rank's part returns, by rank; raises like :meth:`together`."""
         messages: list[bytes] = []
 
         def run() -> Sequence[int]:
@@ -111,12 +111,12 @@ class Channel:
         return [found[rank][:count].numpy().tobytes() for rank, count in enumerate(counts)]
 
     def scatter(self, part: Callable[[], Sequence[bytes]], doing: str, *, about: object = None) -> list[bytes]:
-        """Send the messages that the part returns, one to each rank; returns what each rank sent to this one.
+        """Send the messages that the part returns, one per rank; returns what each rank sent to this one.
 
         Args:
-            part: this rank's; may raise, see :meth:`together`.
-            doing: what is being done, for the text of errors.
-            about: what all ranks must come with alike.
+            part: this rank's part; may raise, see :meth:`together`.
+            doing: the activity, for error texts.
+            about: a value that must be equal on all ranks.
         """
         messages: list[bytes] = []
 
@@ -142,17 +142,17 @@ class Channel:
         return self._guard("starting to send caches", lambda: dist.batch_isend_irecv(ops) if ops else [])
 
     def finish(self, works: Sequence[Any]) -> None:
-        """Wait for what :meth:`start` returned."""
+        """Wait for the operations of :meth:`start`."""
         for work in works:
             self._guard("sending caches", work.wait)
 
     def _meet(self, part: Callable[[], Sequence[int]], doing: str, about: object = None) -> list[list[int]]:
-        """Numbers of each rank's part, padded to one for each rank. Every meeting has this form.
+        """Numbers from each rank's part, padded to one per rank. Every meeting has this form.
 
-        So a rank that fails finds the others at their next meeting, whichever that is.
+        A failed rank can thus join whichever meeting comes next.
         """
         if self._is_broken:
-            raise RankLost(f"the group lost a rank earlier, so {doing} cannot start; start the group again", ())
+            raise RankLost(f"the group lost a rank earlier, so {doing} cannot start; restart the group", ())
         mine = attempt(part)
         topic = zlib.crc32(f"{doing}: {about}".encode())
         pad = (0,) * self.world_size
@@ -172,18 +172,18 @@ class Channel:
             raise self._lost(doing, error, start) from error
         others = [rank for rank, row in enumerate(table) if row[0] != table[0][0]]
         if others:
-            raise OutOfStep(f"rank {others[0]} came to do something else than rank 0; did they plan the same?")
+            raise OutOfStep(f"rank {others[0]} started a different operation than rank 0; did they make the same plan?")
         return [row[1:] for row in table]
 
     def _guard(self, doing: str, call: Callable[[], T]) -> T:
         start = time.monotonic()
         try:
             return call()
-        except RuntimeError as error:  # what torch raises for a closed connection and for a time-out
+        except RuntimeError as error:  # torch raises it for a closed connection and for a time-out
             raise self._lost(doing, error, start) from error
 
     def _lost(self, doing: str, cause: Exception, start: float) -> RankLost:
-        """Who has not come to this meeting when the time-out that began at ``start`` is over, or died in it."""
+        """Ranks that have not arrived by the time-out since ``start``, or died in this meeting."""
         self._is_broken = True
         end = start + self.timeout_s
         try:
@@ -195,8 +195,8 @@ class Channel:
         if not missing:
             return RankLost(f"{doing} failed, though all ranks are alive: {cause}", ())
         who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
-        text = f"{who} of {self.world_size} gave no answer within {self.timeout_s:g} s while {doing}"
-        return RankLost(f"{text}; it died or hangs: start it again", tuple(missing))
+        text = f"{who} of {self.world_size} did not answer within {self.timeout_s:g} s while {doing}"
+        return RankLost(f"{text}; it died or hangs: restart it", tuple(missing))
 
     def _has_come(self, rank: int) -> bool:
         return self._roll.check([str(rank)]) and int(self._roll.get(str(rank))) >= self._num_met

@@ -1,4 +1,4 @@
-"""When requests move, and what a check leaves on record."""
+"""When requests move, and the record of a check."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class RebalancerConfig:
 
     Args:
         check_interval: decode steps between checks; a rank without requests waits for the next one.
-        tiers: decode sizes in rows, falling; those of the engine.
-        multi_graph: whether a step costs what its tier costs. False: one decode shape, moves are planned by counts.
-        transfer: "recompute", tokens move and the receiver prefills them; "kv", the cache moves too; "none", nothing
-            moves.
-        min_gain: least predicted seconds that justify moving; counts once step times are known from ``profile``.
-        profile: time decode steps, and let a move take place only where it pays by these times.
-        profile_interval: decode steps between two that are timed.
-        timeout_s: seconds that a rank may let others wait; ``check_interval`` steps must fit.
+        tiers: decode sizes in rows, descending; the same as the engine's.
+        multi_graph: whether a step's cost depends on its tier. False: one decode shape; moves are planned by counts.
+        transfer: "recompute" moves tokens, which the receiver prefills; "kv" also moves caches; "none" moves nothing.
+        min_gain: the least predicted saving, in seconds, that justifies a move; applies once ``profile`` knows step
+            times.
+        profile: time decode steps, and move requests only if that pays by these times.
+        profile_interval: time every n-th decode step.
+        timeout_s: seconds that a rank may keep others waiting; must cover ``check_interval`` steps.
 
     Raises:
-        InvalidInput: a value out of its range.
+        InvalidInput: a value is out of range.
     """
 
     check_interval: int = RolloutConfig.check_interval
@@ -54,7 +54,7 @@ class RebalancerConfig:
 
     @classmethod
     def of(cls, node: RolloutConfig, *, timeout_s: float = 600.0) -> RebalancerConfig:
-        """From the node ``equipoise.rollout`` of a trainer's configuration.
+        """Take the settings from the node ``equipoise.rollout`` of a trainer's configuration.
 
         >>> RebalancerConfig.of(RolloutConfig(check_interval=7)).check_interval
         7
@@ -73,19 +73,19 @@ class RebalancerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What one check saw and did; the same on every rank but for ``seconds`` and ``waited_s``.
+    """The record of a check; the same on every rank except for ``seconds`` and ``waited_s``.
 
     Args:
         step: decode steps before it.
-        running: requests that run, by rank.
-        waiting: requests that wait, by rank.
-        tier: that the group would decode at.
-        tier_unmoved: that it would, had nothing ever moved.
+        running: running requests, by rank.
+        waiting: waiting requests, by rank.
+        tier: the group's decode tier.
+        tier_unmoved: the tier if nothing had ever moved.
         num_moved: requests that changed rank.
-        kv_bytes: of their caches.
-        predicted_s: saving that the step times predict for these moves.
-        seconds: of the exchange, on this rank.
-        waited_s: that this rank waited for others to come to the check.
+        kv_bytes: bytes of their caches.
+        predicted_s: predicted saving of these moves, in seconds.
+        seconds: duration of the exchange on this rank.
+        waited_s: how long this rank waited for others at the check.
     """
 
     step: int

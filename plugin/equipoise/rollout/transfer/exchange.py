@@ -1,4 +1,4 @@
-"""One exchange: send, hold room, fill in caches, agree, and only then forget. A failure before that moves nothing."""
+"""One exchange: send, reserve room, write caches, agree, and only then forget. An earlier failure moves nothing."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from equipoise.wire import WireError
 
 
 class PlanFailed(EquipoiseError, RuntimeError):
-    """A rank has no plan to carry out. Ranks that have one meet it on their way into the exchange, and end with it."""
+    """A rank has no plan. Ranks that have one learn of it at the start of the exchange, and stop too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanged:
-    """What an exchange did.
+    """The result of an exchange.
 
     Args:
         num_moved: requests that changed rank, over all ranks.
-        kv_bytes: of their caches, over all ranks.
-        seconds: on this rank.
-        refused: why nothing moved, naming the first rank that refused; empty if all went well.
+        kv_bytes: bytes of their caches, over all ranks.
+        seconds: duration on this rank.
+        refused: why nothing moved, with the first rank that refused; empty on success.
     """
 
     num_moved: int = 0
@@ -45,22 +45,22 @@ def exchange(
 ) -> Exchanged:
     """Carry out a plan that all ranks share; a collective call.
 
-    Requests stay with their sender until all ranks have said that theirs arrived. If an engine fails before that,
-    whatever it raises, receivers forget what came, and nothing has moved.
+    Requests stay with their sender until all ranks have confirmed arrival. If an engine fails before that, whatever it
+    raises, receivers forget what arrived, and nothing has moved.
 
     Args:
-        engine: of this rank.
-        channel: of the group.
+        engine: this rank's engine.
+        channel: the group's channel.
         tables: as gathered, the same on all ranks.
         moves: the same on all ranks.
-        transfer: "kv", the cache moves; "recompute", only tokens do.
+        transfer: "kv" moves caches, "recompute" only tokens.
 
     Raises:
         InvalidInput: see :func:`check_moves` and :func:`check_room`; nothing has moved.
-        OutOfStep: ranks came with different moves; nothing has moved.
-        PlanFailed: a rank came to say so.
-        RankLost: a rank did not answer. What this rank had before it still has, what came is forgotten.
-        EquipoiseError: a sender could not forget what it sent, so that some requests are on two ranks.
+        OutOfStep: ranks have different moves; nothing has moved.
+        PlanFailed: a rank reported it.
+        RankLost: a rank did not answer. This rank keeps its requests and forgets what arrived.
+        EquipoiseError: a sender could not forget what it sent, so some requests are on two ranks.
     """
     if not moves:
         return Exchanged()
@@ -104,7 +104,7 @@ def _carry(
     held: list[str],
     transfer: str,
 ) -> None:
-    """Everything up to the agreement. Names of requests that the engine holds room for go to ``held``."""
+    """Everything up to the agreement; adds the requests with reserved room to ``held``."""
     outgoing: dict[int, list[RequestState]] = {}
 
     def export() -> list[bytes]:
@@ -136,7 +136,7 @@ def _carry(
 def _accept(
     raw: Sequence[bytes], rank: int, tables: Sequence[Table], moves: Sequence[Move], transfer: str
 ) -> dict[int, list[RequestState]]:
-    """Requests by sender, if they are those that plan and tables name."""
+    """Requests by sender, after comparing them with plan and tables."""
     found: dict[int, list[RequestState]] = {}
     for sender, message in enumerate(raw):
         states = wire.unpack_states(message) if message else []
@@ -148,7 +148,7 @@ def _accept(
             if not _same(state, rows[state.id], transfer):
                 told = f"{rows[state.id].num_tokens} tokens, {rows[state.id].num_cached} of them cached"
                 came = f"{state.num_tokens} and {state.num_cached}"
-                raise WireError(f"request {state.id!r} of rank {sender} is not as its table told: {told}, not {came}")
+                raise WireError(f"request {state.id!r} of rank {sender} differs from its table: {told}, not {came}")
         if states:
             found[sender] = states
     return found

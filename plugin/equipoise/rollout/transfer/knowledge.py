@@ -1,4 +1,4 @@
-"""What all ranks have learnt alike from each other's tables: step times, lengths, what a move costs; and the plan."""
+"""What all ranks have learned from each other's tables (step times, lengths, costs of moves), and the plan from it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from equipoise.rollout.transfer.tables import check_moves, fitting
 from equipoise.rollout.transfer.wire import Table
 
 Planner = Callable[..., list[Move]]
-"""A stand-in for :func:`equipoise.plan_rebalance`, called like it."""
+"""Anything with the signature of :func:`equipoise.plan_rebalance`."""
 _SAMPLES = 512
 _ENOUGH = 3
 _PREFILLS = 64
 
 
 class Knowledge:
-    """Grows by the tables of each check, in rank order: the same on every rank, so that all make the same plan."""
+    """Grows by each check's tables in rank order, so it is the same on every rank and all make the same plan."""
 
     def __init__(self, config: RebalancerConfig) -> None:
         self.config = config
@@ -34,7 +34,7 @@ class Knowledge:
         self._prefills: deque[tuple[int, float]] = deque(maxlen=_PREFILLS)
 
     def learn(self, tables: Sequence[Table]) -> None:
-        """Take in what ranks measured since the last check."""
+        """Add what ranks measured since the last check."""
         for table in tables:
             self.samples.extend(table.samples)
             if table.prefilled[0]:
@@ -47,7 +47,7 @@ class Knowledge:
             self._moved_tokens = 0
 
     def note_moves(self, tables: Sequence[Table], moves: Sequence[Move]) -> None:
-        """Remember what moved: it is to stay for a while, and its seconds come with the next tables."""
+        """Remember what moved: it should stay for a while, and its seconds come with the next tables."""
         rows = {row.id: row for table in tables for row in table.rows}
         sent, came = [0] * len(tables), [0] * len(tables)
         for move in moves:
@@ -58,7 +58,7 @@ class Knowledge:
         self.moved = tuple(str(move.request_id) for move in moves)
 
     def plan(self, tables: Sequence[Table], planner: Planner) -> tuple[list[Move], float]:
-        """Moves that receivers have room for, and the seconds that they are predicted to save."""
+        """Moves that receivers have room for, and their predicted saving in seconds."""
         requests = self.requests(tables)
         model = self.step_time(requests)
         rate = median(self._s_per_token) if self._s_per_token else 0.0
@@ -82,7 +82,7 @@ class Knowledge:
 
     @property
     def prefill_s_per_token(self) -> float:
-        """Measured seconds to prefill a token; 0 until one was."""
+        """Measured seconds to prefill a token; 0 before the first measurement."""
         tokens = sum(tokens for tokens, _ in self._prefills)
         return sum(seconds for _, seconds in self._prefills) / tokens if tokens else 0.0
 
@@ -105,9 +105,9 @@ class Knowledge:
         ]
 
     def step_time(self, requests: Sequence[Sequence[Request]]) -> StepTime | None:
-        """Fitted to the steps of all ranks, once the group's own tier and the least it may reach were measured.
+        """Fitted to all ranks' steps, once the group's tier and the lowest it may reach have been measured.
 
-        Until then moves are planned by counts: a tier that was never run can be measured in no other way.
+        Until then, moves are planned by counts, because a tier must run to be measured.
         """
         if not self.config.multi_graph:
             return None
@@ -120,11 +120,11 @@ class Knowledge:
         return StepTime.fit(tiers, context, seconds)
 
     def tier(self, num_requests: int) -> int:
-        """Tier at which a rank of so many requests decodes."""
+        """Decode tier of a rank with this many requests."""
         return min((tier for tier in self.config.tiers if tier >= num_requests), default=self.config.tiers[0])
 
     def _saving(self, requests: Sequence[Sequence[Request]], moves: Sequence[Move], model: StepTime | None) -> float:
-        """Steps that the fullest rank would take to fall as low by itself × the seconds that the lower tier saves."""
+        """Steps until the fullest rank reaches the tier without moves × the seconds per step that the tier saves."""
         if not moves or model is None:
             return 0.0
         held, after = max(requests, key=len), max(counts_after(requests, moves))

@@ -1,9 +1,9 @@
-"""Decode on all ranks of a group, and move requests between them at checks that fall on the same step everywhere.
+"""Decode on all ranks of a group, and move requests at checks, which all ranks reach at the same step.
 
 ::
 
     rebalancer = RolloutRebalancer(DecodeEngine(model), group, RebalancerConfig(check_interval=100))
-    results = rebalancer.generate(requests)  # on each rank its own; results in the order asked for
+    results = rebalancer.generate(requests)  # each rank passes its own; results are in their order
 
 """
 
@@ -40,16 +40,16 @@ OnStep = Callable[[StepReport], None]
 
 
 class RolloutRebalancer:
-    """Drives an engine, and moves its requests; a collective call to make.
+    """Drives an engine and moves its requests; creating one is a collective call.
 
     Args:
-        engine: of this rank, with the tiers of ``config``.
-        group: process group; the default one if None.
+        engine: this rank's engine, with the tiers of ``config``.
+        group: process group; None for the default one.
         config: the same on all ranks.
-        planner: says what moves; called like :func:`equipoise.plan_rebalance`.
+        planner: chooses the moves; called like :func:`equipoise.plan_rebalance`.
 
     Raises:
-        InvalidInput: tiers that are not those of the engine.
+        InvalidInput: the tiers are not the engine's.
     """
 
     def __init__(
@@ -88,32 +88,32 @@ class RolloutRebalancer:
 
     @property
     def unfinished(self) -> list[RequestState]:
-        """Requests of the last :meth:`generate` whose results are not back, as they were asked for.
+        """Requests of the last :meth:`generate` without a result, as submitted.
 
-        After an error these are what is to be asked for again: results are by request, so a second run gives the same.
+        Submit them again after an error: results depend only on the request, so a second run returns the same.
         :attr:`results` holds the others.
         """
         return [state for name, state in self._asked.items() if name not in self._done]
 
     @property
     def results(self) -> list[RequestState]:
-        """Results of the last :meth:`generate` that are back, in the order asked for; after an error not all."""
+        """Results of the last :meth:`generate`, in the order of its requests; incomplete after an error."""
         return [self._done[name] for name in self._asked if name in self._done]
 
     def generate(self, requests: Sequence[RequestState], *, on_step: OnStep | None = None) -> list[RequestState]:
-        """Decode the requests of all ranks to their ends; a collective call.
+        """Decode the requests of all ranks until they finish; a collective call.
 
         Args:
-            requests: of this rank; ids are unique over all ranks.
+            requests: this rank's requests; ids must be unique over all ranks.
             on_step: called after each decode step of this rank.
 
         Returns:
             Finished requests, in the order of ``requests``, wherever they were decoded.
 
         Raises:
-            InvalidInput: on all ranks alike, before anything is decoded or moved.
-            RankLost: a rank did not answer; :attr:`unfinished` holds what to ask for again.
-            EquipoiseError: a rank failed, named by the error; likewise.
+            InvalidInput: raised on all ranks, before anything is decoded or moved.
+            RankLost: a rank did not answer; submit :attr:`unfinished` again.
+            EquipoiseError: a rank failed; the error names it. Submit :attr:`unfinished` again.
         """
         start = time.perf_counter()
         self._asked, self._done, self._finished = {}, {}, []
@@ -129,7 +129,7 @@ class RolloutRebalancer:
         return self.results
 
     def _run(self, requests: Sequence[RequestState], on_step: OnStep | None) -> None:
-        """What may fail on one rank runs in the part of the meeting that comes next, where it is voted on."""
+        """Anything that may fail on one rank runs in the part of the next meeting, which votes on it."""
         part, doing = partial(self._take, requests), "taking up requests"
         while True:
             start = time.perf_counter()
@@ -142,7 +142,7 @@ class RolloutRebalancer:
         self._bring_home(tables)
 
     def _give_up(self) -> None:
-        """Leave nothing behind: no request in the engine, and nothing learnt that other ranks may not have learnt."""
+        """Clean up: no request stays in the engine, and no knowledge that other ranks may lack."""
         self._done |= {state.id: state for state in self._finished if state.home == self.channel.rank}
         self.known = Knowledge(self.config)
         self._new_samples, self._ended, self._steps = [], [], 0
@@ -152,7 +152,7 @@ class RolloutRebalancer:
             warnings.warn(text, EquipoiseWarning, stacklevel=3)
 
     def _told(self, part: Callable[[], None]) -> Table:
-        """Run a part, and tell what there is then."""
+        """Run a part, then return this rank's table."""
         start = time.perf_counter()
         part()
         table = self.table()
@@ -171,7 +171,7 @@ class RolloutRebalancer:
         return self.known.plan(tables, self.planner) if self.config.transfer != "none" else ([], 0.0)
 
     def _move(self, tables: Sequence[Table], plan: Attempt[tuple[list[Move], float]]) -> Exchanged:
-        """Carry a plan out. A rank without one has nothing to move; why is told at the next meeting."""
+        """Carry out a plan. A rank without one moves nothing, and the next meeting reports why."""
         if plan.failure is not None:
             return Exchanged()
         return exchange(self.engine, self.channel, tables, plan.get()[0], transfer=self.config.transfer)
@@ -214,7 +214,7 @@ class RolloutRebalancer:
         self._steps += self.config.check_interval
 
     def table(self) -> Table:
-        """What this rank tells the others at a check; measurements are told once."""
+        """The table of this rank for a check; measurements are sent once."""
         rows = [
             Row(
                 id=state.id,
@@ -282,7 +282,7 @@ class RolloutRebalancer:
             done = {state.id: state for message in raw if message for state in wire.unpack_states(message)}
             if set(done) != set(self._asked):
                 names = sorted(set(done) ^ set(self._asked))
-                raise EquipoiseError(f"results lost or not asked for: {names}; please file a bug")
+                raise EquipoiseError(f"results are missing or unexpected: {names}; please file a bug")
             self._done = done
 
         world = self.channel.world_size
@@ -290,10 +290,10 @@ class RolloutRebalancer:
         self.channel.together(unpack, "taking results in")
 
     def metrics(self, prefix: str = "rollout/") -> dict[str, float]:
-        """Figures of all checks so far, for a tracker; seconds are those of this rank.
+        """Metrics of all checks so far, for a tracker; seconds are this rank's.
 
-        ``saved_measured_s`` compares, interval by interval, the median measured step time of the tier that the group
-        would have had without moves with that of the tier it had, less the time of the exchanges.
+        ``saved_measured_s`` sums, over intervals between checks, the difference in median step time between the tier
+        without moves and the actual tier, minus the time of the exchanges.
         """
         times = {
             tier: median(seconds for at, _, seconds in self.known.samples if at == tier)

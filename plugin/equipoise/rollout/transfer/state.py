@@ -1,4 +1,4 @@
-"""What a request carries when it moves, what an engine tells of itself, and the protocol that engines implement."""
+"""The state of a request when it moves, the facts of an engine, and the protocol that engines implement."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _REAL = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "freq
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the tokens of one request are drawn, and when it stops.
+    """How a request's tokens are sampled, and when it stops.
 
     Args:
-        seed: of its random numbers; token ``i`` uses number ``i`` of that seed, whatever was drawn before it.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: only the ``top_k`` likeliest tokens; 0 for all.
-        top_p: only the likeliest tokens that hold this share of the probability together.
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen so far, the prompt's as well.
-        presence_penalty: taken from the logits of tokens put out so far.
-        frequency_penalty: likewise, times how often.
+        seed: seed of its random numbers; token ``i`` uses number ``i`` of that seed, whatever was sampled before.
+        temperature: divides the logits; 0 for greedy sampling.
+        top_k: sample from the ``top_k`` most likely tokens; 0 for all.
+        top_p: sample from the most likely tokens with this total probability.
+        repetition_penalty: divides positive and multiplies negative logits of tokens so far, including the prompt's.
+        presence_penalty: subtracted from the logits of output tokens so far.
+        frequency_penalty: the same, times their number of occurrences.
         stop_token_ids: tokens that end the response; they are part of it.
-        max_tokens: most tokens of a response.
+        max_tokens: the most tokens of a response.
 
     Raises:
-        InvalidInput: a value out of its range.
+        InvalidInput: a value is out of range.
     """
 
     seed: int = 0
@@ -73,26 +73,26 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestState:
-    """A request, from asked for to finished: all that another rank needs to go on with it.
+    """A request from submission to result, with all that another rank needs to continue it.
 
-    There is no generator to carry: ``sampling.seed`` and the number of tokens put out are its whole state. Penalties
-    follow from the tokens.
+    There is no generator state: ``sampling.seed`` and the number of output tokens determine what comes next, and
+    penalties follow from the tokens.
 
     Args:
         id: unique over all ranks.
         prompt: token ids; at least one. A list becomes a tuple, here and below.
-        sampling: how it goes on.
-        home: rank that asked for it.
-        index: where its result stands among those of ``home``.
-        output: tokens put out so far.
-        log_probs: of these tokens, in nats.
+        sampling: how to continue.
+        home: rank that submitted it.
+        index: position of its result among those of ``home``.
+        output: tokens so far.
+        log_probs: log-probs of these tokens, in nats.
         finish_reason: one of :data:`FINISH_REASONS`, or None while it runs.
-        num_cached: tokens, from the first, whose keys and values are in the cache.
-        kv: per layer, the cache blocks of these tokens, ``(2, num_kv_heads, blocks, block_size, head_dim)``; None where
-            the cache is to be computed anew.
+        num_cached: number of leading tokens whose keys and values are in the cache.
+        kv: cache blocks of these tokens per layer, ``(2, num_kv_heads, blocks, block_size, head_dim)``; None if the
+            cache must be recomputed.
 
     Raises:
-        InvalidInput: an empty prompt, or parts that do not fit each other.
+        InvalidInput: the prompt is empty, or the parts are inconsistent.
 
     >>> state = RequestState(id="a", prompt=(5, 6), sampling=Sampling())
     >>> state.tokens, state.num_tokens
@@ -120,7 +120,7 @@ class RequestState:
         if not self.prompt:
             raise InvalidInput(must(f"prompt {where}", "hold at least one token", [], "leave the request out"))
         if len(self.log_probs) != len(self.output):
-            rule = f"be one per token put out, {len(self.output)}"
+            rule = f"be one per output token, {len(self.output)}"
             raise InvalidInput(must(f"log_probs {where}", rule, len(self.log_probs), "pass one per token"))
         if self.finish_reason not in (None, *FINISH_REASONS):
             rule = f"be None or one of {list(FINISH_REASONS)}"
@@ -154,11 +154,11 @@ class KVLayout:
     dtype: str
 
     def blocks(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens``."""
+        """Blocks needed for ``num_tokens``."""
         return -(-num_tokens // self.block_size)
 
     def nbytes(self, num_tokens: int) -> int:
-        """Bytes that ``num_tokens`` take, over all layers, in whole blocks."""
+        """Bytes for ``num_tokens`` over all layers, in whole blocks."""
         itemsize = self.torch_dtype.itemsize
         return (
             self.blocks(num_tokens)
@@ -184,12 +184,12 @@ class EngineFacts:
     """What ranks compare before anything moves.
 
     Args:
-        layout: of the cache; must agree.
-        model: says which model it is and how it is computed; must agree.
-        tiers: decode sizes, falling; must agree.
-        slots: most requests that run at once.
+        layout: layout of the cache; must agree.
+        model: identifies the model and its arithmetic; must agree.
+        tiers: decode sizes, descending; must agree.
+        slots: the most requests that run at once.
         free_blocks: cache blocks that no request holds.
-        num_blocks: cache blocks in all.
+        num_blocks: all cache blocks.
     """
 
     layout: KVLayout
@@ -203,50 +203,50 @@ class EngineFacts:
 class MovableEngine(Protocol):
     """An engine whose requests can move. Methods do all or nothing.
 
-    A request leaves by ``export``, which only reads, and, once it has arrived elsewhere, ``abort``. It arrives by
-    ``reserve``, ``write`` for each layer of its cache if it has one, and ``commit``; ``abort`` takes the first back.
+    A request leaves through ``export``, which only reads, and, once it has arrived elsewhere, ``abort``. It arrives
+    through ``reserve``, one ``write`` per layer of its cache, if any, and ``commit``; ``abort`` undoes ``reserve``.
     """
 
     def facts(self) -> EngineFacts:
-        """What it is, and how much room it has."""
+        """Identity and free room of the engine."""
         ...
 
     def list_requests(self) -> Sequence[RequestState]:
-        """Unfinished requests without their cache, those that run first; for the others ``num_cached`` is 0."""
+        """Unfinished requests without their cache, running ones first; ``num_cached`` is 0 for the others."""
         ...
 
     def export(self, ids: Sequence[str]) -> list[RequestState]:
-        """Unfinished requests with their cache, where they have one; they stay. A layer may be copied when read."""
+        """Unfinished requests with their cache, if any, without removing them. A layer may be copied when read."""
         ...
 
     def abort(self, ids: Sequence[str]) -> None:
-        """Forget unfinished and reserved requests, and free what they hold."""
+        """Forget unfinished and reserved requests, and free their resources."""
         ...
 
     def reserve(self, states: Sequence[RequestState]) -> None:
-        """Hold room for requests; a cache of ``num_cached`` tokens is to come where that is above 0."""
+        """Reserve room for requests; a cache follows if ``num_cached`` is above 0."""
         ...
 
     def write(self, layer: int, ids: Sequence[str], content: torch.Tensor) -> None:
-        """Fill in a layer of the caches of reserved requests: blocks one after the other, in the order of ``ids``."""
+        """Write one layer of reserved requests' caches: concatenated blocks, in the order of ``ids``."""
         ...
 
     def commit(self, ids: Sequence[str]) -> None:
-        """Go on with reserved requests at the next step."""
+        """Continue reserved requests at the next step."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one decode step was.
+    """The record of a decode step.
 
     Args:
-        tier: it ran at.
-        num_running: rows that were requests.
-        context_tokens: of these, in all.
-        seconds: from rows to tokens; prefills of requests that were admitted before it do not count.
-        prefilled_tokens: of those requests.
-        prefill_seconds: of those prefills.
+        tier: its tier.
+        num_running: rows with a request.
+        context_tokens: total context of these requests.
+        seconds: from rows to tokens, without the prefills of newly admitted requests.
+        prefilled_tokens: tokens of those prefills.
+        prefill_seconds: duration of those prefills.
     """
 
     tier: int
@@ -258,14 +258,14 @@ class StepReport:
 
 
 class SteppingEngine(MovableEngine, Protocol):
-    """A movable engine that is driven from outside, a decode step at a time."""
+    """A movable engine that is driven one decode step at a time."""
 
     def step(self) -> StepReport | None:
-        """One token for each running request; None where there is none."""
+        """Generate one token for each running request; None if there is none."""
         ...
 
     def take_finished(self) -> list[RequestState]:
-        """Requests that ended since the last call, without their cache."""
+        """Requests that finished since the last call, without their cache."""
         ...
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""What ranks know of each other at a check, and which moves it allows."""
+"""What ranks know about each other at a check, and which moves are allowed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TRANSFERS = ("kv", "recompute")
 
 
 def gather_tables(channel: Channel, part: Callable[[], Table], doing: str = "gathering requests") -> list[Table]:
-    """The tables that the parts of all ranks return; the same error on every rank if they do not go together.
+    """The tables that all ranks' parts return; the same error on every rank if they conflict.
 
     Raises:
-        InvalidInput: models, caches, tiers, settings or checks that differ, or a request id on two ranks.
+        InvalidInput: models, caches, tiers, settings or checks differ, or a request id is on two ranks.
         RankLost: a rank did not answer.
         EquipoiseError: a part failed.
     """
@@ -50,10 +50,10 @@ def gather_tables(channel: Channel, part: Callable[[], Table], doing: str = "gat
 
 
 def check_moves(tables: Sequence[Table], moves: Sequence[Move], *, transfer: str) -> None:
-    """Raise, from what all ranks know, if a plan cannot be carried out; the same error on every rank.
+    """Raise if a plan cannot be carried out; the same error on every rank.
 
     Raises:
-        InvalidInput: a rank or request that is not there, or a request that moves twice.
+        InvalidInput: a rank or request does not exist, or a request moves twice.
     """
     if transfer not in TRANSFERS:
         raise InvalidInput(must("transfer", f"be one of {list(TRANSFERS)}", transfer, "choose one"))
@@ -71,10 +71,10 @@ def check_moves(tables: Sequence[Table], moves: Sequence[Move], *, transfer: str
 
 
 def check_room(tables: Sequence[Table], moves: Sequence[Move], *, transfer: str) -> None:
-    """Raise if a rank has no room for what it is to receive; the same error on every rank.
+    """Raise if a rank has no room for what it would receive; the same error on every rank.
 
     Raises:
-        InvalidInput: names the rank, and what is missing.
+        InvalidInput: it has not; names the rank and what is missing.
     """
     room = _Room(tables, transfer)
     for move in moves:
@@ -87,13 +87,13 @@ def check_room(tables: Sequence[Table], moves: Sequence[Move], *, transfer: str)
 
 
 def fitting(tables: Sequence[Table], moves: Sequence[Move], *, transfer: str) -> list[Move]:
-    """The moves for which receivers have room, in their order."""
+    """The moves for which receivers have room, in the given order."""
     room = _Room(tables, transfer)
     return [move for move in moves if room.fits(move)]
 
 
 class _Room:
-    """Slots and cache blocks that ranks keep free, if requests leave only after others have come."""
+    """Free slots and cache blocks of each rank, if requests leave only after others have arrived."""
 
     def __init__(self, tables: Sequence[Table], transfer: str) -> None:
         self.tables, self.transfer = tables, transfer

@@ -1,4 +1,4 @@
-"""What ranks tell each other of requests, in the framing of :mod:`equipoise.wire`."""
+"""Messages about requests, in the framing of :mod:`equipoise.wire`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENDED = struct.Struct("<II")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One unfinished request in a rank's table; ``prompt`` is a checksum of its prompt, alike for siblings."""
+    """One unfinished request in a rank's table; ``prompt`` is a checksum of its prompt, equal for siblings."""
 
     id: str
     home: int
@@ -35,16 +35,16 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What one rank tells all others at a check.
+    """What a rank tells all others at a check.
 
     Args:
-        facts: of its engine.
+        facts: those of its engine.
         check: number of this check; must agree.
         settings: checksum of the configuration; must agree.
         rows: its unfinished requests.
         samples: (tier, context tokens, seconds) of decode steps measured since the last check.
-        finished: (checksum of the prompt, tokens put out) of requests that ended since the last check.
-        exchange_s: what the last exchange took this rank, in seconds; 0 if there was none.
+        finished: (checksum of the prompt, output tokens) of requests finished since the last check.
+        exchange_s: seconds of the last exchange on this rank; 0 if there was none.
         prefilled: (tokens, seconds) of prefills since the last check.
     """
 
@@ -82,10 +82,10 @@ def pack_states(states: Sequence[RequestState]) -> bytes:
 
 
 def unpack_states(raw: bytes) -> list[RequestState]:
-    """Undo :func:`pack_states`; a request that comes with its cache keeps ``num_cached``, any other has 0.
+    """Undo :func:`pack_states`; ``num_cached`` is 0 for requests without a cache.
 
     Raises:
-        WireError: the message is cut, changed, of another version, or holds values that no request has.
+        WireError: the message is truncated, damaged or of another version, or has values that are illegal in a request.
     """
     read = Reader(raw, Kind.STATES, version=_VERSION)
     found = [_state(read) for _ in range(read.count(_STATE.size))]
