@@ -21,9 +21,9 @@ def linear_sizes(model: torch.nn.Module, sizes: Sequence[int]) -> set[int]:
     r"""Sizes at which every linear layer of ``model`` sums as it does at the largest.
 
     Each shape runs with inputs and weights for which :math:`\sum_k x_k w_k = 0`: terms come in pairs of opposite sign
-    at random positions, over a wide range of magnitudes. The results are pure rounding errors, so another summation order
-    changes leading digits, which rounding to half precision cannot hide. Every row and draw has its own magnitudes, so
-    that even an order that differs in a single output shows.
+    at random positions, over a wide range of magnitudes. The results are pure rounding errors, so another summation
+    order changes leading digits, which rounding to half precision cannot hide. Every row and draw has its own
+    magnitudes, so that even an order that differs in a single output shows.
     """
     agreeing, rows = set(sizes), max(sizes)
     for inputs, outputs, dtype, biased in sorted(_linear_shapes(model), key=str):

@@ -12,7 +12,7 @@ from equipoise.rollout.transfer.state import Sampling
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number of ``seed`` at ``position``, in [0, 1): Philox 4×64 (Salmon et al., SC 2011) with the seed as key.
+    """The number of ``seed`` at ``position``, in [0, 1): Philox 4×64 (Salmon et al., SC 2011) with the seed as key.
 
     >>> uniform(7, 3) == uniform(7, 3), uniform(7, 3) == uniform(7, 4)
     (True, False)
