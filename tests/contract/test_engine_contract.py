@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from tests.contract import engine_reference as ref
-from tests.contract.engine_rig import ALL, BACKENDS, MODELS, STAGES, TRAINED, layouts_of
+from tests.contract.engine_parts import ALL, BACKENDS, MODELS, TRAINED
+from tests.contract.engine_states import STAGES
+from tests.contract.engine_training import layouts_of
 from tests.integration.family import run_patiently
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from tensordict import NonTensorStack
 
 from equipoise.training.batch import cut_rows
-from tests.unit.test_batch import verl_like
+from tests.unit.batch_rows import verl_like
 
 
 @pytest.mark.parametrize("parts", [[[0], [1, 2, 3]], [[2, 0], [3, 1]]])

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from equipoise.together import together
 from equipoise.training.engine import models
-from equipoise.training.engine.torch_engine import TorchEngine, same_everywhere
+from equipoise.training.engine.start import same_everywhere
+from equipoise.training.engine.torch_engine import TorchEngine
 
 _BUCKET_BYTES = 32 * 2**20
 

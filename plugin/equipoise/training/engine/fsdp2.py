@@ -16,7 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from equipoise.together import together
 from equipoise.training.engine import models
-from equipoise.training.engine.torch_engine import TorchEngine, same_everywhere
+from equipoise.training.engine.start import same_everywhere
+from equipoise.training.engine.torch_engine import TorchEngine
 
 
 class FSDP2Engine(TorchEngine):

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from equipoise.errors import EquipoiseWarning, InvalidInput, must
 from equipoise.together import together
-from equipoise.training.engine import checkpoint, models
+from equipoise.training.engine import checkpoint
 from equipoise.training.engine.agreement import Ask
 from equipoise.training.engine.base import BaseEngine, EngineOutput, LossFunction, PassOptions, WrongState
 from equipoise.training.engine.config import OptimizerConfig
@@ -35,18 +35,10 @@ from equipoise.training.engine.device import device_name, ensure_process_group, 
 from equipoise.training.engine.log_probs import IGNORE
 from equipoise.training.engine.microbatches import MicroBatches, agreed_micro_batches, prepare_micro_batches, weightless
 from equipoise.training.engine.packing import PackedRow
+from equipoise.training.engine.pass_options import check_cap, pass_options, requested
 from equipoise.training.engine.passes import Pass
+from equipoise.training.engine.start import FromInitialize, optimizer_of
 from equipoise.training.engine.ulysses import gather_sequence, pad_to_multiple, shard_sequence, sharded
-
-
-class _FromInitialize:
-    """An attribute that ``initialize`` sets; reading it earlier is an error."""
-
-    def __get__(self, engine: object | None, owner: type) -> Any:
-        if engine is None:
-            return self
-        remedy = "call initialize() first, on every rank"
-        raise WrongState(must("engine", "be initialized before it is used", "one that is not", remedy))
 
 
 class TorchEngine(BaseEngine):
@@ -57,11 +49,11 @@ class TorchEngine(BaseEngine):
         model: folder or hub name, HF configuration, or HF module.
     """
 
-    module: Any = _FromInitialize()
-    dp_group: Any = _FromInitialize()
-    sp_group: Any = _FromInitialize()
+    module: Any = FromInitialize()
+    dp_group: Any = FromInitialize()
+    sp_group: Any = FromInitialize()
     optimizer: torch.optim.Optimizer | None = None
-    _device: Any = _FromInitialize()
+    _device: Any = FromInitialize()
     _rate_step: int = 0
     _num_counted: int | None = None
     """Tokens behind the gradients, over all ranks; None if nobody has counted them."""
@@ -91,7 +83,9 @@ class TorchEngine(BaseEngine):
 
     def _prepare(self) -> None:
         if self.config.optimizer is not None:
-            self.optimizer = _optimizer(self.config.optimizer, [p for p in self.module.parameters() if p.requires_grad])
+            self.optimizer = optimizer_of(
+                self.config.optimizer, [p for p in self.module.parameters() if p.requires_grad]
+            )
         self.to("cpu", model=self.config.offload_params, optimizer=self.config.offload_optimizer)
 
     @abstractmethod
@@ -144,7 +138,7 @@ class TorchEngine(BaseEngine):
         run = Pass(loss_function, training=not forward_only, dp_group=self.dp_group)
         with ExitStack() as undo:
             undo.callback(self._forget_gradients, training=not forward_only)
-            asked = run.held.run(lambda: _asked(loss_function, forward_only, options), instead=None)
+            asked = run.held.run(lambda: pass_options(loss_function, forward_only, options), instead=None)
             micro_batches = self._micro_batches(run, data, asked, options.get("plan"), options.get("mini_batch"))
             for i, (micro_batch, rows) in enumerate(zip(*micro_batches, strict=True)):
                 self._before_micro_batch(last=i == len(micro_batches.batches) - 1)
@@ -295,7 +289,7 @@ class TorchEngine(BaseEngine):
 
             def ask() -> Ask:
                 run.held.release()
-                return self._ask(cast(PassOptions, asked))
+                return requested(self.config, cast(PassOptions, asked))
 
             # Includes ranks that share rows: an error on one of them must reach all.
             return agreed_micro_batches(data, ask, group=dist.group.WORLD)
@@ -308,30 +302,10 @@ class TorchEngine(BaseEngine):
         return weightless(sum(counts))
 
     def _planned(self, data: TensorDict, asked: PassOptions) -> MicroBatches:
-        plan, limit = asked.plan, self.config.max_token_len_per_gpu
+        plan = asked.plan
         assert plan is not None
-        alone = self.config.oversize == plan.spec.oversize == "alone"
-        most = plan.spec.cap if alone else plan.stats.max_tokens
-        if limit is not None and (most is None or most > limit * self.config.sp_size):
-            rule = f"keep to the engine's cap of {limit * self.config.sp_size} tokens"
-            raise InvalidInput(must("plan", rule, most, "plan with the engine's max_token_len_per_gpu and sp_size"))
+        check_cap(self.config, plan)
         return prepare_micro_batches(data, plan=plan, mini_batch=asked.mini_batch, group=self.dp_group)
-
-    def _ask(self, asked: PassOptions) -> Ask:
-        cap, rows = self.config.max_token_len_per_gpu, self.config.micro_batch_size_per_gpu
-        if asked.max_token_len_per_gpu is not None or asked.micro_batch_size_per_gpu is not None:
-            cap, rows = asked.max_token_len_per_gpu, asked.micro_batch_size_per_gpu
-        if cap is None and rows is None:
-            remedy = "set it, or micro_batch_size_per_gpu, in EngineConfig or for the pass"
-            raise InvalidInput(must("max_token_len_per_gpu", "be given without a plan", None, remedy))
-        return Ask.of(
-            max_token_len=cap,
-            micro_batch_size=rows,
-            sp_size=self.config.sp_size,
-            force_group_size=self.config.force_group_size,
-            on_shortage=self.config.on_shortage,
-            oversize=self.config.oversize,
-        )
 
     def _forward(self, row: PackedRow, asked: PassOptions) -> dict[str, torch.Tensor]:
         padded = ((row.input_ids, 0), (row.position_ids, 0), (row.labels, IGNORE))
@@ -360,27 +334,3 @@ class TorchEngine(BaseEngine):
         for group in self._needed_optimizer().param_groups:
             group["lr"] = rate
         return rate
-
-
-def same_everywhere(module: models.AnyModel, device: torch.device) -> models.AnyModel:
-    """Send the weights and buffers of rank 0 to all ranks, tensor by tensor through ``device``."""
-    if dist.get_world_size() > 1:
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                there = tensor.to(device)
-                dist.broadcast(there, src=0)
-                tensor.copy_(there)
-    return module
-
-
-def _optimizer(config: OptimizerConfig, parameters: list[Any]) -> torch.optim.Optimizer:
-    rate = config.lr_at(0)
-    if config.name == "sgd":
-        return torch.optim.SGD(parameters, lr=rate, momentum=config.momentum, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(parameters, lr=rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
-
-
-def _asked(loss_function: LossFunction | None, forward_only: bool, options: Mapping[str, Any]) -> PassOptions:
-    if loss_function is None and not forward_only:
-        raise InvalidInput(must("loss_function", "be given for training", None, "pass forward_only=True for outputs"))
-    return PassOptions(**options)
