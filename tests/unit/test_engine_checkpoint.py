@@ -172,7 +172,7 @@ def test_folders_that_are_not_checkpoints_are_ignored(tmp_path: Path) -> None:
 def test_a_pointer_to_a_folder_that_is_gone_is_said_so(tmp_path: Path) -> None:
     save(tmp_path)
     save(tmp_path, step=2).rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match=r"latest.*'step_00000002'.*gone.*'step_00000001'"):
+    with pytest.raises(CheckpointError, match=r"latest.*'step_00000002'.*'step_00000001'"):
         load(tmp_path)
     assert load(tmp_path, 1)[1].unique().tolist() == [1.0]
     (tmp_path / "latest").write_text("../elsewhere")
