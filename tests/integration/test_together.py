@@ -27,7 +27,7 @@ VOTES = {
 COLLECTIVES = {
     "engine/ddp.py": 1,
     "engine/fsdp2.py": 1,
-    "engine/torch_engine.py": 1,
+    "engine/start.py": 1,
     "engine/ulysses.py": 2,
     "loss/metrics.py": 1,
 }
