@@ -1,1 +1,1 @@
-"""Hooks into trainers: the only rooms of the package that import a framework."""
+"""Trainer hooks: the only code of the package that imports a framework."""

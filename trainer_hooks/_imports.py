@@ -1,7 +1,7 @@
 """Run a hook right after a module has been imported, without importing it now.
 
 A plugin is loaded in every process of a framework; importing the framework's trainer there would cost seconds in
-processes that never train. So a hook waits for the module it is about. ``wrapt`` does the waiting.
+processes that never train. So a hook waits for its module, using ``wrapt``.
 """
 
 import importlib
@@ -15,19 +15,19 @@ Hook = Callable[[ModuleType], None]
 
 
 def when_imported(name: str, hook: Hook) -> None:
-    """Call ``hook(module)`` each time that module ``name`` has been run: now if it is loaded, and after each import.
+    """Call ``hook(module)`` each time module ``name`` has run: now if it is loaded, and after each import.
 
-    A module is run again where its first import failed (in its body or in a hook), where it is reloaded, and where it
-    was dropped from ``sys.modules``. Each run makes new functions, which the hook has not seen.
+    A module runs again if its first import failed (in its body or in a hook), if it is reloaded, or if it was dropped
+    from ``sys.modules``. Each run creates new functions that the hook has not seen.
 
     Args:
         name: absolute module name.
-        hook: receives the module after its body has run. What it raises reaches whoever imports ``name``.
+        hook: receives the module after its body has run. If it raises, the import of ``name`` raises.
     """
     importer: Any = importlib.import_module("wrapt.importer")  # has no stubs
 
     def run(module: ModuleType) -> None:
-        # wrapt forgets a hook once it has called it, whatever came of the call
+        # wrapt drops a hook after calling it, even if it raised
         importer._post_import_hooks.setdefault(name, []).append(run)
         hook(module)
 

@@ -200,7 +200,7 @@ def test_lengths_that_are_all_alike_fall_back(rows: list[int]) -> None:
         fit.observe([call(r) for r in counts], fit.cost)
     assert fit.cost is model
     assert len(heard) == 1
-    assert "too alike" in heard[0]
+    assert "too similar" in heard[0]
 
 
 def test_times_that_do_not_grow_with_the_tokens_fall_back() -> None:

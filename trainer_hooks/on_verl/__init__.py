@@ -1,9 +1,8 @@
 """Equipoise in verl: loaded by verl's plugin entry point in the driver and in every worker process.
 
-Importing this package leaves hooks for when verl's trainers, engines and losses are imported, and imports none of them.
-Without a node ``equipoise`` in the trainer's configuration the hooks do no more than look for it. What runs where:
-``driver/`` in the process of the trainer, ``worker/`` in the training workers, ``router/`` in the actor that routes
-requests.
+Importing this package registers hooks on verl's trainers, engines and losses, without importing them. Without an
+``equipoise`` node in the trainer's configuration, the hooks only look for it. ``driver/`` runs in the trainer's
+process, ``worker/`` in the training workers, ``router/`` in the actor that routes requests.
 """
 
 from types import ModuleType

@@ -1,28 +1,28 @@
-"""Every place where verl is touched or relied on, the version it was read in, and how it is undone.
+"""Every place where verl is patched or relied on, the version it was read in, and how to undo it.
 
 verl 0.9.1. These names are replaced; all others are only called or relied on:
 
-* ``PPOTrainer.__init__`` (verl/trainer/ppo/v1/trainer_base.py:120) attaches to an instance whose configuration has the
-  node; verl offers no hook between the trainer's construction and its first step, and other trainer names than "sync"
+* ``PPOTrainer.__init__`` (verl/trainer/ppo/v1/trainer_base.py:120) attaches to instances whose configuration has the
+  node; verl offers no hook between the trainer's construction and its first step, and trainer names other than "sync"
   change its replay buffer. Methods are replaced on that instance only. Until verl calls a balancing hook of its own.
-* ``RayPPOTrainer.__init__`` (verl/trainer/ppo/ray_trainer.py) refuses the node on the legacy trainer, which ends with
+* ``RayPPOTrainer.__init__`` (verl/trainer/ppo/ray_trainer.py) rejects the node on the legacy trainer, which ends with
   verl 0.9. Until that trainer is gone.
 * ``prepare_micro_batches`` (verl/workers/engine/utils.py:92) takes micro-batches from a plan that the batch carries.
-  Until verl's engines accept ready micro-batches.
+  Until verl's engines accept prepared micro-batches.
 * ``postprocess_batch_func`` (verl/workers/engine/utils.py:158) adds the seconds of the micro-batches to an update's
-  metrics where the plan asks for them (cost=fitted). They travel in the gather that verl makes of its metrics anyway
-  (``TrainingWorker._postprocess_output``), and ``caught_times`` takes them out on the driver before verl averages.
-  Until verl reports times of its own.
+  metrics if the plan asks for them (cost=fitted). They travel in the gather that verl makes of its metrics anyway
+  (``TrainingWorker._postprocess_output``), and ``caught_times`` removes them on the driver before verl averages.
+  Until verl reports its own times.
 * ``agg_loss`` (verl/trainer/ppo/core_algos.py:1140), ``ppo_loss`` and ``value_loss`` (verl/workers/utils/losses.py)
-  and the ``no_padding_2_padding`` that these two call; see ``worker/loss.py``. They are verl's own unless the batch
-  asks for an exact loss (loss=exact). Until verl selects by the mask before it computes.
+  and the ``no_padding_2_padding`` that these two call; see ``worker/loss.py``. They behave as verl's unless the batch
+  asks for an exact loss (loss=exact). Until verl applies the mask before it computes.
 
-``undo`` puts all of them back.
+``undo`` restores all of them.
 
 With ``equipoise.rollout.enable=true`` (``router/setup.py``) ``rollout.router_config_path`` names the plugin's router,
 and ``get_llm_client`` of the trainer instance (verl/trainer/ppo/v1/trainer_base.py:396) returns a subclass of the
-client that verl would have returned (verl/workers/rollout/llm_server.py): verl's client does not tell a router how long
-a response was, and the synchronous one does not go on with an aborted request. Until it does both.
+client that verl would have returned (verl/workers/rollout/llm_server.py): verl's client does not report response
+lengths to a router, and the synchronous one does not continue an aborted request. Until it does both.
 """
 
 # verl is not typed; its objects are Any here and everything that comes from it is checked before use.
@@ -49,14 +49,14 @@ VERL_VERSIONS = ("0.9.1",)
 
 @dataclass(frozen=True)
 class PatchPoint:
-    """A function of verl's that the hook replaces, wraps or relies on, by the digest of its source."""
+    """A verl function that the hook replaces, wraps or relies on, by the digest of its source."""
 
     module: str
     name: str
     digest: str
 
     def found(self) -> str:
-        """Digest of what is installed; "missing" if there is no such function."""
+        """Digest of the installed function; "missing" if there is none."""
         owner: Any = importlib.import_module(self.module)
         for part in self.name.split("."):
             owner = getattr(owner, part, None)
@@ -66,7 +66,7 @@ class PatchPoint:
 
 
 def digest(function: Callable[..., Any]) -> str:
-    """Digest of a function's source without its white space."""
+    """Digest of a function's source without whitespace."""
     source = re.sub(r"\s+", "", inspect.getsource(function))
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
@@ -125,7 +125,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def changed_points(*, rollout: bool = True) -> list[str]:
-    """What differs from the tested verl, one line each; also for ``equipoise.rollout``."""
+    """Differences from the tested verl, one line each; including those for ``equipoise.rollout``."""
     lines: list[str] = []
     for point in (*POINTS, *(ROLLOUT_POINTS if rollout else ())):
         try:
@@ -138,19 +138,19 @@ def changed_points(*, rollout: bool = True) -> list[str]:
 
 
 def check_points(*, rollout: bool = False) -> None:
-    """Refuse a verl that is not what the hook was written for.
+    """Reject a verl that the hook was not written for.
 
     Args:
-        rollout: also look at what ``equipoise.rollout`` relies on.
+        rollout: also check what ``equipoise.rollout`` relies on.
 
     Raises:
-        PatchMismatch: a function that the hook replaces or relies on has another source.
+        PatchMismatch: a function that the hook replaces or relies on has different source.
     """
     lines = changed_points(rollout=rollout)
     if lines:
         verl: Any = importlib.import_module("verl")
         raise PatchMismatch(
-            f"verl must be {' or '.join(VERL_VERSIONS)} where Equipoise attaches, got {verl.__version__} with other"
+            f"verl must be {' or '.join(VERL_VERSIONS)} where Equipoise attaches, got {verl.__version__} with different"
             " code in:\n  "
             + "\n  ".join(lines)
             + "\ninstall verl==0.9.1, remove +equipoise from the command line, or set"
@@ -182,7 +182,7 @@ def patch_trainer(module: ModuleType) -> None:
 
 
 def patch_legacy_trainer(module: ModuleType) -> None:
-    """Make the legacy ``RayPPOTrainer`` refuse the node instead of ignoring it."""
+    """Make the legacy ``RayPPOTrainer`` reject the node instead of ignoring it."""
     trainer: Any = module.__dict__["RayPPOTrainer"]
     original = trainer.__init__
 
@@ -199,7 +199,7 @@ def patch_legacy_trainer(module: ModuleType) -> None:
 
 
 def patch_engines(module: ModuleType) -> None:
-    """Make every engine's ``prepare_micro_batches`` follow a plan where the batch carries one, and time it if asked."""
+    """Make every engine's ``prepare_micro_batches`` follow the batch's plan, if any, and time it if asked."""
     original = module.__dict__["prepare_micro_batches"]
     original_end = module.__dict__["postprocess_batch_func"]
 
@@ -238,7 +238,7 @@ def patch_aggregation(module: ModuleType) -> None:
 
 
 def patch_losses(module: ModuleType) -> None:
-    """Make the losses of actor and critic exact where the batch asks for it."""
+    """Make the losses of actor and critic exact if the batch asks for it."""
     for name in ("ppo_loss", "value_loss"):
         _replace(module.__dict__[name], _exact_if_asked(module.__dict__[name]))
     original = module.__dict__["no_padding_2_padding"]
@@ -249,7 +249,7 @@ def patch_losses(module: ModuleType) -> None:
 
         return select(original, tensor, data)
 
-    module.__dict__["no_padding_2_padding"] = no_padding_2_padding  # here alone: others do not compute losses
+    module.__dict__["no_padding_2_padding"] = no_padding_2_padding  # only here: other modules do not compute losses
     _undo.append(lambda: setattr(module, "no_padding_2_padding", original))
 
 
@@ -266,9 +266,9 @@ def _exact_if_asked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Put ``new`` in place of the function ``old`` in every loaded module that has bound it under its name.
+    """Replace function ``old`` with ``new`` in every loaded module that has bound it under its name.
 
-    Modules that are loaded later bind the new one; ``undo`` looks for it wherever it is by then.
+    Modules loaded later bind the new one; ``undo`` finds all of them.
     """
 
     def swap(was: Callable[..., Any], now: Callable[..., Any]) -> None:
@@ -283,7 +283,7 @@ def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
 
 @contextmanager
 def caught_times(group: Any) -> Generator[list[float], None, None]:
-    """While the block runs, take the workers' times out of what ``group.update_actor`` returns, into the list.
+    """Within the block, move the workers' times from the result of ``group.update_actor`` to the list.
 
     verl would average them with its metrics.
     """
@@ -307,6 +307,6 @@ def caught_times(group: Any) -> Generator[list[float], None, None]:
 
 
 def undo() -> None:
-    """Put verl back as it was. Trainers that were attached keep their plans."""
+    """Restore verl. Attached trainers keep their plans."""
     while _undo:
         _undo.pop()()

@@ -1,4 +1,4 @@
-"""``equipoise doctor``: would Equipoise run in this environment's verl? Says what is missing and what to do."""
+"""``equipoise doctor``: would Equipoise run with this environment's verl? Reports what is missing and what to do."""
 
 # verl is not typed; what comes from it is checked before use.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -51,7 +51,7 @@ def examine(*, quiet: bool = False) -> int:
     for title, check in checks:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # verl warns of each engine that is not installed
+                warnings.simplefilter("ignore")  # verl warns about each engine that is not installed
                 said, good = check(), True
         except (EquipoiseError, ImportError, metadata.PackageNotFoundError) as error:
             said, good = str(error), False
@@ -59,14 +59,14 @@ def examine(*, quiet: bool = False) -> int:
         if not good or not quiet:
             print(f"{'ok ' if good else 'BAD'}  {title}: {said}", flush=True)
     if bad:
-        print(f"{bad} of {len(checks)} checks failed: +equipoise=default would not run as it should")
+        print(f"{bad} of {len(checks)} checks failed: +equipoise=default would not run correctly")
     elif not quiet:
         print("Equipoise will plan every step of a run with +equipoise=default")
     return int(bad > 0)
 
 
 def check_versions() -> str:
-    """Installed versions; verl must be one that was tested."""
+    """Installed versions; verl must be a tested one."""
     found: dict[str, str] = {}
     for name in _PACKAGES:
         try:
@@ -81,7 +81,7 @@ def check_versions() -> str:
 
 
 def check_imports() -> str:
-    """Packages that verl 0.9.1 imports and does not declare."""
+    """Packages that verl 0.9.1 imports without declaring them."""
     missing = [package for module, package in _UNDECLARED.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise EquipoiseError(f"missing {', '.join(missing)}; pip install 'equipoise[verl]'")
@@ -89,14 +89,14 @@ def check_imports() -> str:
 
 
 def check_entry_point() -> str:
-    """The entry point is installed and verl's environment variable lets it in."""
+    """The entry point is installed, and verl's environment variable allows it."""
     points = {point.name: point.value for point in metadata.entry_points(group="verl.plugins")}
     if points.get("equipoise") != "equipoise.trainer_hooks.on_verl":
         raise EquipoiseError(f"verl.plugins must list equipoise, got {points}; reinstall the package with pip")
     allowed = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     if allowed != "auto" and "equipoise" not in [name.strip() for name in allowed.split(",")]:
         raise EquipoiseError(
-            f"VERL_USE_EXTERNAL_PLUGINS must let equipoise in, got {allowed!r}; unset it or add the name"
+            f"VERL_USE_EXTERNAL_PLUGINS must include equipoise, got {allowed!r}; unset it or add the name"
         )
     return "equipoise = equipoise.trainer_hooks.on_verl"
 
@@ -115,11 +115,11 @@ def check_hydra_group() -> str:
 
 
 def check_patch_points() -> str:
-    """The functions that the hook replaces or relies on are those that were tested."""
+    """The functions that the hook replaces or relies on match the tested ones."""
     lines = _patches.changed_points()
     if lines:
-        raise EquipoiseError("\n     ".join(["verl's code differs from the tested one:", *lines]))
-    return f"{len(_patches.POINTS) + len(_patches.ROLLOUT_POINTS)} functions of verl are as tested"
+        raise EquipoiseError("\n     ".join(["verl's code differs from the tested version:", *lines]))
+    return f"{len(_patches.POINTS) + len(_patches.ROLLOUT_POINTS)} verl functions match the tested ones"
 
 
 def check_attached() -> str:

@@ -1,8 +1,8 @@
-"""What a plan looks like to a worker: a few bytes in the batch's extra information.
+"""A plan on its way to a worker: a few bytes in the batch's extra information.
 
 Rows are dispatched in plan order, so a worker needs only the sizes of the micro-batches. Checksums of the row lengths
-tell it whether the rows it holds are those that were planned. verl makes a deep copy of the extra information for every
-rank; of bytes that costs nothing.
+tell it whether its rows are the planned ones. verl deep-copies the extra information for every rank, which is free for
+bytes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class WirePlan:
     """A plan's layout by rank, without row ids.
 
     Attributes:
-        sizes: rows of each micro-batch, one array (dp_size, micro-batches) a mini-batch; None where the plan only
-            counts real rows.
+        sizes: rows of each micro-batch, one array (dp_size, micro-batches) per mini-batch; None if the plan only counts
+            real rows.
         checksums: of each rank's row lengths in each mini-batch, shape (dp_size, num_mini_batches).
         num_real_rows: real rows of each mini-batch, shape (num_mini_batches,).
-        max_tokens: tokens of the fullest micro-batch that is not a lone row, for each mini-batch.
-        timed: the workers send back how long each micro-batch took.
+        max_tokens: for each mini-batch, tokens of the fullest micro-batch with more than one row.
+        timed: whether the workers send back how long each micro-batch took.
     """
 
     sizes: tuple[IntArray, ...] | None
@@ -104,7 +104,7 @@ def decode(data: object) -> WirePlan:
     """The plan that :func:`encode` wrote.
 
     Raises:
-        WireError: no message, damaged, of another version, or with values that no plan has.
+        WireError: not a message, corrupted, of another version, or with values that no plan has.
     """
     if not isinstance(data, bytes):
         raise WireError(f"a plan's message is {type(data).__name__}, not bytes; run one version on every node")

@@ -1,4 +1,4 @@
-r"""Attention over packed rows on a CPU, at the cost of the rows alone.
+r"""Attention over packed rows on a CPU, without the cost of a dense mask.
 
 Rows of lengths :math:`L_1, \dots, L_k` packed into one sequence cost :math:`\sum_i L_i^2` scores here. The ``sdpa`` of
 transformers computes the same with a dense mask of :math:`(\sum_i L_i)^2` scores.
@@ -9,7 +9,7 @@ Select it with ``+actor_rollout_ref.model.override_config.attn_implementation=eq
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # pyright: reportPrivateImportUsage=false
-# transformers' attention interface is typed in part only.
+# transformers' attention interface is only partly typed.
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ NAME = "equipoise_varlen_cpu"
 
 
 def register() -> None:
-    """Register the function with transformers under :data:`NAME`; a second call changes nothing."""
+    """Register the function with transformers under :data:`NAME`; idempotent."""
     AttentionInterface.register(NAME, varlen_attention)
     AttentionMaskInterface.register(NAME, varlen_mask)
 
 
 def row_lengths(position_ids: torch.Tensor) -> list[int]:
-    """Return the lengths of the rows packed into one sequence: a row starts where positions do not go on by one.
+    """Return the lengths of the rows packed into one sequence: a row starts where positions do not increase by one.
 
     Args:
         position_ids: ``(num_tokens,)`` integers.
@@ -49,7 +49,7 @@ def row_lengths(position_ids: torch.Tensor) -> list[int]:
 def varlen_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Return None if causal order and row boundaries suffice, else the dense mask of ``sdpa``.
 
-    Padding, a cache that already holds tokens, a sliding window and a mask of the caller's own need the dense one.
+    Padding, a cache that already holds tokens, a sliding window and a mask from the caller need the dense one.
     """
     dense = (
         bool(args)
@@ -76,7 +76,7 @@ def varlen_attention(
         query: ``(batch, num_heads, num_tokens, head_dim)``.
         key: ``(batch, num_kv_heads, num_tokens, head_dim)``.
         value: likewise.
-        attention_mask: dense mask, or None where the rows are to be found.
+        attention_mask: dense mask, or None to find the rows.
         **kwargs: of the interface. Rows come from ``cu_seq_lens_q``, else from ``position_ids``.
 
     Returns:
@@ -104,7 +104,7 @@ def varlen_attention(
 
 
 def _packed_rows(query: torch.Tensor, kwargs: dict[str, Any]) -> list[list[int]] | None:
-    """Row lengths of each sequence of the batch, or None where nothing is packed."""
+    """Row lengths of each sequence of the batch, or None if nothing is packed."""
     batch, num_tokens = query.shape[0], query.shape[2]
     edges: torch.Tensor | None = kwargs.get("cu_seq_lens_q")
     positions: torch.Tensor | None = kwargs.get("position_ids")

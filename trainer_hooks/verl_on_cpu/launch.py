@@ -1,4 +1,4 @@
-"""The environment and the settings with which verl trains on CPUs; model, data and algorithm are up to you."""
+"""The environment and settings for training with verl on CPUs; model, data and algorithm are up to you."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from equipoise.errors import InvalidInput, must
 ENVIRONMENT: Mapping[str, str] = {
     "VERL_PLATFORM": "cpu",
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",  # a rank is a process, and there are seldom more cores than ranks
+    "OMP_NUM_THREADS": "1",  # a rank is a process, and there are rarely more cores than ranks
     "RAY_DEDUP_LOGS": "0",
-    # Ray gives up on its own daemons and workers when a busy machine starts them slowly
+    # Ray gives up on its own daemons and workers if a busy machine starts them slowly
     "RAY_gcs_server_request_timeout_seconds": "600",
     "RAY_py_gcs_connect_timeout_s": "600",
     "RAY_worker_register_timeout_seconds": "600",
@@ -24,13 +24,13 @@ ENVIRONMENT: Mapping[str, str] = {
 }
 
 _NOT_INHERITED = (
-    "CUDA_VISIBLE_DEVICES",  # Ray refuses to pretend GPUs where this is the empty string
+    "CUDA_VISIBLE_DEVICES",  # Ray does not fake GPUs if this is the empty string
     "RAY_ADDRESS",
 )
 
 
 def cpu_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a CPU job: ``base`` (None: this process's), plus what a CPU needs where it is unset."""
+    """Return the environment of a CPU job: ``base`` (None: this process's), plus the CPU settings it does not set."""
     given = {
         name: value for name, value in (os.environ if base is None else base).items() if name not in _NOT_INHERITED
     }
@@ -73,7 +73,7 @@ def cpu_overrides(num_ranks: int, *, attention: str = "equipoise_varlen_cpu", cr
         "trainer.device=cpu",
         "trainer.nnodes=1",
         f"trainer.n_gpus_per_node={num_ranks}",
-        # Ray reserves one CPU for every actor, whatever it does; with too few verl would wait for ever.
+        # Ray reserves one CPU for every actor, whatever it does; with too few verl would wait forever.
         f"ray_kwargs.ray_init.num_cpus={24 + 4 * num_ranks}",
         f"++ray_kwargs.ray_init.num_gpus={num_ranks}",
         "++ray_kwargs.ray_init.include_dashboard=False",

@@ -1,8 +1,8 @@
-"""Every place where verl 0.9.1 assumes an accelerator, and what this room puts there instead.
+"""Every place where verl 0.9.1 assumes an accelerator, and its replacement.
 
-Each shim runs right after the verl module it changes has been imported, and only on the platform ``cpu`` of this room.
-They are never undone: a process of a CPU job has no other use for verl. A shim that does not find what it replaces
-raises :class:`~equipoise.errors.PatchMismatch` out of the import of that module.
+Each shim runs right after the verl module it changes has been imported, and only if this package provides the platform
+``cpu``. They are never undone: a process of a CPU job has no other use for verl. If a shim does not find what it
+replaces, the import of that module raises :class:`~equipoise.errors.PatchMismatch`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -27,7 +27,7 @@ _ROOM = __package__
 
 
 def attach() -> None:
-    """Have each shim run when its module is imported."""
+    """Run each shim when its module is imported."""
     for name, shim in _SHIMS.items():
         when_imported(name, shim)
 
@@ -44,7 +44,7 @@ def _found(owner: Any, name: str) -> Any:
 
 
 def _process_group(module: ModuleType) -> None:
-    """verl/utils/distributed.py:89 asks for ``cpu:gloo,{device}:{backend}``; torch refuses to see ``cpu`` twice.
+    """verl/utils/distributed.py:89 asks for ``cpu:gloo,{device}:{backend}``; torch rejects a second ``cpu``.
 
     Can go when verl omits the second half on ``cpu``.
     """
@@ -55,8 +55,8 @@ def _process_group(module: ModuleType) -> None:
 def _engines(module: ModuleType) -> None:
     """verl/workers/engine/fsdp/transformer_impl.py:1143,1594 register FSDP for ``cuda`` and ``npu`` only.
 
-    Only FSDP2 is registered for ``cpu``: FSDP1 cannot broadcast CPU parameters, so verl goes on to refuse its name. Can
-    go when verl registers ``cpu``.
+    Only FSDP2 is registered for ``cpu``: FSDP1 cannot broadcast CPU parameters, so verl still rejects its name. Can go
+    when verl registers ``cpu``.
     """
     engines = _found(_found(module, "EngineRegistry"), "_engines")
     for model_type in ("language_model", "value_model"):
@@ -102,9 +102,9 @@ def _value_head(module: ModuleType) -> None:
 def _replay_buffer(module: ModuleType) -> None:
     """verl/trainer/ppo/v1/replay_buffer.py:144 polls every 2 s, longer than a step of a tiny model takes.
 
-    Can go when ``poll_interval`` can be configured. This shim also fixes the order of a batch: line 350 lists
-    trajectories in the order in which they finished, which differs between runs; here prompts are in data order and
-    siblings in the order of their sessions, so that equal samples make an equal batch.
+    Can go when ``poll_interval`` is configurable. This shim also fixes the order of a batch: line 350 lists
+    trajectories in the order they finished, which differs between runs; here prompts are in data order and siblings in
+    session order, so equal samples make an equal batch.
     """
     buffer = _found(module, "ReplayBuffer")
     init = _found(buffer, "__init__")
@@ -132,9 +132,9 @@ def _replay_buffer(module: ModuleType) -> None:
 def _agent_loop(module: ModuleType) -> None:
     """verl/experimental/agent_loop/agent_loop.py:660 gives a server only a random name for a sample.
 
-    The server of this room seeds each sample by (step, row of the data, sibling), so these travel with the sampling
-    parameters; so does the number of tokens sampled elsewhere, which the hook's clients keep up to date. Can go when
-    verl passes a seed per sample.
+    Our server seeds each sample by (step, row of the data, sibling), so these travel with the sampling parameters; so
+    does the number of tokens sampled elsewhere, which the hook's clients keep up to date. Can go when verl passes a
+    seed per sample.
     """
     from equipoise.trainer_hooks.on_verl.router.protocol import GENERATED_KEY
 

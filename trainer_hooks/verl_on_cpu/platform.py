@@ -1,4 +1,4 @@
-"""The platform ``cpu`` of verl's registry, and the stand-in for the ``torch.cuda`` module that it hands out."""
+"""The platform ``cpu`` of verl's registry, and its stand-in for the ``torch.cuda`` module."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportMissingParameterType=false
@@ -16,7 +16,7 @@ from verl.plugin.platform import PlatformBase
 
 
 class _CPUDevice(ModuleType):
-    """What verl calls on ``torch.cuda``: memory is zero, streams are absent, ``torch.cpu`` answers the rest."""
+    """The parts of ``torch.cuda`` that verl calls: memory is zero, streams are absent, ``torch.cpu`` does the rest."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch.cpu, name)
@@ -28,7 +28,7 @@ class _CPUDevice(ModuleType):
         return 1
 
     def get_device_name(self, *_args: object) -> str:
-        return "CPU"  # verl's FLOP counter looks the peak up by this name
+        return "CPU"  # verl's FLOP counter looks up the peak by this name
 
     def memory_allocated(self, *_args: object) -> int:
         return 0
@@ -54,7 +54,7 @@ _DEVICE = _CPUDevice("equipoise_cpu_device")
 
 
 class CPUPlatform(PlatformBase):
-    """CPU tensors, gloo, and as many pretended GPUs in Ray as the job has ranks."""
+    """CPU tensors, gloo, and as many fake GPUs in Ray as the job has ranks."""
 
     @property
     def device_name(self) -> str:
@@ -116,7 +116,7 @@ class CPUPlatform(PlatformBase):
         pass
 
     def ray_resource_name(self) -> str:
-        return "GPU"  # verl sums this resource and asks for one per rank; `ray.init(num_gpus=N)` pretends to have them
+        return "GPU"  # verl sums this resource and requests one per rank; `ray.init(num_gpus=N)` fakes them
 
     def ray_noset_envvars(self) -> list[str]:
         return []

@@ -1,4 +1,4 @@
-"""Translates what verl asks of a ``hf_cpu`` server into a request of the decode engine."""
+"""Translate verl's call of an ``hf_cpu`` server into a request of the decode engine."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Limits:
     """Limits of a request's length.
 
     Args:
-        response: most tokens of a response.
-        total: most tokens of prompt and response together.
+        response: maximum tokens of a response.
+        total: maximum tokens of prompt and response together.
     """
 
     response: int
@@ -67,7 +67,7 @@ def read_request(
     stream: str,
     stop_ids: Collection[int] = (),
 ) -> RequestState:
-    """Read verl's sampling parameters as a request; a parameter that would be ignored is an error.
+    """Read verl's sampling parameters as a request; unknown parameters are an error.
 
     Args:
         prompt_ids: tokens of the prompt. The parameter ``GENERATED_KEY`` says how many at its end were sampled
@@ -96,7 +96,7 @@ def read_request(
         raise InvalidInput(must("sampling_params", "be known", sorted(params), "hf_cpu would ignore these"))
     limit = skewed_limit(limit, seed, os.environ.get("EQUIPOISE_CPU_LEN_SKEW"))
     if len(prompt) >= limits.total:
-        rule = f"be below {limits.total}, which a response shares"
+        rule = f"be below {limits.total}, the limit on prompt and response together"
         remedy = "raise rollout.prompt_length, or shorten the prompt"
         raise InvalidInput(must("tokens of the prompt", rule, len(prompt), remedy))
     limit = min(limit, limits.total - len(prompt))

@@ -1,4 +1,4 @@
-"""The two ends of the rollout ``hf_cpu`` that verl builds: on the driver, and in each training worker.
+"""Both ends of verl's rollout ``hf_cpu``: on the driver, and in each training worker.
 
 There is one server (:mod:`~equipoise.trainer_hooks.verl_on_cpu.server`) per training rank, with the whole model.
 """
@@ -22,7 +22,7 @@ from equipoise.trainer_hooks.verl_on_cpu.server import HFCPUServer, Weights
 
 
 def server_name(rank: int) -> str:
-    """Name in Ray of the server that belongs to a training rank."""
+    """Ray name of a training rank's server."""
     return f"equipoise_hf_cpu_server_{rank}"
 
 

@@ -1,14 +1,14 @@
 """The server actor of the rollout ``hf_cpu``: a decode engine of Equipoise on a CPU.
 
-With equal weights, samples repeat to the bit. Each has its own random stream, seeded by ``rollout.seed``, the prompt,
-and the name of the sample: training or validation, step, row of the data and sibling, which
-:func:`~equipoise.trainer_hooks.verl_on_cpu.patches.attach` adds to the sampling parameters. A sample is the same
-whichever replica answers, in any order and company, moved or not. The name of a request without one is how often its
-server was asked for that prompt since the last weights, which repeats with one replica only. A whole run repeats as
-long as its mini-batches do; those that the hook plans follow verl's random prompt ids.
+With equal weights, samples are bitwise repeatable. Each has its own random stream, seeded by ``rollout.seed``, the
+prompt, and the name of the sample: training or validation, step, row of the data and sibling, which
+:func:`~equipoise.trainer_hooks.verl_on_cpu.patches.attach` adds to the sampling parameters. A sample is the same on any
+replica, in any order and batch, moved or not. A request without a name is named by how often its server was asked for
+that prompt since the last weights, which repeats with one replica only. A whole run repeats if its mini-batches do;
+those that the hook plans follow verl's random prompt ids.
 
 A request can be handed over to another server with its cache. The receiver keeps the cache under the request's tokens
-until they are asked for; if they never are, or the weights change, the cache is dropped.
+until it is needed; if it never is, or the weights change, the cache is dropped.
 
 Environment:
     EQUIPOISE_CPU_SERVER_THREADS: torch threads of a server; 1 if unset.
@@ -56,7 +56,7 @@ _SEND_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Parked:
-    """A cache that waits for its request.
+    """A cache waiting for its request.
 
     Args:
         model: of the sender, see :class:`~equipoise.rollout.transfer.EngineFacts`.
@@ -70,7 +70,7 @@ class Parked:
 
 
 class HFCPUServer:
-    """What verl calls on a rollout server, for one whole model in one process."""
+    """The rollout server that verl calls, for one whole model in one process."""
 
     def __init__(self, config: Any, model_config: Any) -> None:
         model_config = omega_conf_to_dataclass(model_config)
@@ -94,14 +94,14 @@ class HFCPUServer:
         self.global_steps: int | None = None
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._numbers = itertools.count()
-        self._parked: LRUCache[tuple[int, ...], Parked] = LRUCache(_MOST_PARKED)  # for the engine's thread alone
+        self._parked: LRUCache[tuple[int, ...], Parked] = LRUCache(_MOST_PARKED)  # for the engine's thread only
         self._missing: set[str] | None = None
 
     async def ready(self) -> None:
         """Return once the model is loaded."""
 
     async def sleep(self) -> None:
-        """Finish what is being decoded, then start nothing until :meth:`wake_up`."""
+        """Finish running requests, then start nothing until :meth:`wake_up`."""
         if self.config.free_cache_engine:  # without it verl never wakes a server up
             await self.loop.close("sleep")
 
@@ -128,7 +128,7 @@ class HFCPUServer:
         Returns:
             Whether the request was here.
         """
-        # it tells the threads of the engine too, so the engine's own is asked
+        # it also sets the engine's thread count, so use the engine's own
         model = await self.loop.in_thread(lambda: self.loop.engine.facts().model)
 
         async def send(state: RequestState) -> int:
@@ -136,16 +136,16 @@ class HFCPUServer:
             layers = np.stack([layer.numpy() for layer in state.kv])
             parked = Parked(model=model, num_cached=state.num_cached, layers=layers)
             sending = asyncio.wait_for(receiver.take_in.remote(list(state.tokens), parked), _SEND_S)
-            (taken,) = await asyncio.gather(sending, return_exceptions=True)  # the request goes on, whatever went wrong
+            (taken,) = await asyncio.gather(sending, return_exceptions=True)  # the request continues in any case
             if isinstance(taken, BaseException):
-                logger.warning("equipoise: the cache of a request was not sent; it is computed again: %r", taken)
+                logger.warning("equipoise: the cache of a request was not sent and will be recomputed: %r", taken)
                 return 0
             return layers.nbytes if taken else 0
 
         return await self.loop.hand_over(request_id, send)
 
     async def take_in(self, tokens: list[int], parked: Parked) -> bool:
-        """Keep the cache of a request that will be asked for; False if it fits another model or other weights."""
+        """Keep the cache of a request that will follow; False if it is for another model or other weights."""
 
         def park() -> bool:
             useful = parked.model == self.loop.engine.facts().model
@@ -156,12 +156,12 @@ class HFCPUServer:
         return await self.loop.in_thread(park)
 
     def _with_cache(self, state: RequestState) -> RequestState:
-        """The request with the cache that came for it, if one did; in the engine's thread."""
+        """The request with the cache that came for it, if any; in the engine's thread."""
         parked = self._parked.pop(state.tokens, None)
         fits = parked is not None and parked.num_cached == state.num_tokens - 1
         if parked is None or not fits or parked.model != self.loop.engine.facts().model:
             return state
-        layers = [torch.from_numpy(layer) for layer in parked.layers.copy()]  # what Ray hands out is read-only
+        layers = [torch.from_numpy(layer) for layer in parked.layers.copy()]  # Ray's arrays are read-only
         return replace(state, num_cached=parked.num_cached, kv=layers)
 
     async def resume_generation(self) -> None:
@@ -184,7 +184,7 @@ class HFCPUServer:
         """Do nothing: there is no device to profile."""
 
     async def update_weights(self, weights: Weights, *, last: bool, global_steps: int | None) -> None:
-        """Take some of the weights; serve nothing from the first part until the last has come."""
+        """Load some of the weights; serve nothing from the first part until the last has come."""
         await self.loop.close("weights")
         await self.loop.in_thread(lambda: self._copy(weights))
         if self._missing is None:
@@ -193,7 +193,7 @@ class HFCPUServer:
         unknown = sorted(weights.keys() - self.model.state_dict().keys())
         if unknown or (last and self._missing):
             got = {"unknown": unknown, "missing": sorted(self._missing)}
-            raise InvalidInput(must("weights", "be those of the model", got, "serve the model that is trained"))
+            raise InvalidInput(must("weights", "match the model", got, "serve the model being trained"))
         if last:
             self._missing = None
             self.model.tie_weights()
@@ -240,7 +240,7 @@ class HFCPUServer:
 
 
 def decode_tiers(max_num_seqs: int) -> tuple[int, ...]:
-    """Decode sizes: the default tiers of ``equipoise.rollout``, cut off at the most requests at once.
+    """Decode sizes: the default tiers of ``equipoise.rollout``, limited to the maximum number of requests at once.
 
     >>> decode_tiers(1024), decode_tiers(12), decode_tiers(2)
     ((64, 32, 16, 8, 4), (12, 8, 4), (2,))
@@ -257,7 +257,7 @@ def _load(path: str) -> Any:
 
 
 def _special_tokens(model_config: Any) -> set[int]:
-    """Stop tokens of the tokenizer and of the generation settings."""
+    """Stop tokens of the tokenizer and the generation settings."""
     more = getattr(model_config.generation_config, "eos_token_id", None)
     eos = [model_config.tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
     return {token for token in eos if token is not None}

@@ -1,4 +1,4 @@
-"""A decode engine behind an event loop: requests come and go while it decodes. Knows neither verl nor ray."""
+"""A decode engine behind an event loop: requests come and go while it decodes. Independent of verl and ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a request has generated; it is unfinished if ``state.finish_reason`` is None."""
+    """What a request has generated; unfinished if ``state.finish_reason`` is None."""
 
     state: RequestState
     kv_bytes: int = 0
@@ -26,7 +26,7 @@ class Answer:
 
 @dataclass(kw_only=True, eq=False)
 class _Asked:
-    """A request and the future that its caller waits for."""
+    """A request and its caller's future."""
 
     state: RequestState
     name: str | None
@@ -43,12 +43,12 @@ class _Asked:
 
 
 class DecodeLoop:
-    """Takes requests from many tasks of one event loop, and decodes them all together.
+    """Takes requests from many tasks of one event loop, and decodes them together.
 
     The engine lives in one thread; requests join and leave it between two steps.
 
-    The loop is closed as long as anybody who closed it has not reopened it: a server may be asleep and without weights
-    at the same time. While it is closed, new requests wait.
+    The loop is closed until everyone who closed it has reopened it: a server may be asleep and without weights at the
+    same time. While it is closed, new requests wait.
 
     Args:
         make_engine: called in the engine's thread.
@@ -93,7 +93,7 @@ class DecodeLoop:
         return await asked.future
 
     async def close(self, by: str) -> None:
-        """Admit no more requests to the engine; return when those that are there have finished."""
+        """Admit no more requests to the engine; return when the current ones have finished."""
         self._closed_by.add(by)
         self._is_open.clear()
         while True:
@@ -131,7 +131,7 @@ class DecodeLoop:
                 asked.answer(state)
 
     async def abort_one(self, name: str) -> bool:
-        """Return what one request has generated so far to its caller; False if it is not here."""
+        """Return one request's tokens so far to its caller; False if it is not here."""
         return await self.hand_over(name, None)
 
     async def hand_over(self, name: str, send: Callable[[RequestState], Awaitable[int]] | None) -> bool:
@@ -161,7 +161,7 @@ class DecodeLoop:
         try:
             if send is not None and state.kv is not None:
                 kv_bytes = await send(state)
-        finally:  # whatever went wrong, the request goes on: without its cache it is prefilled
+        finally:  # whatever went wrong, the request continues: without its cache it is prefilled
             del self._leaving[state.id]
             asked.answer(bare, kv_bytes=kv_bytes)
         return True
@@ -208,7 +208,7 @@ class DecodeLoop:
                     await self.in_thread(self.engine.step)
                     for state in self.engine.take_finished():
                         self._decoding.pop(state.id).answer(state)
-            await asyncio.sleep(0)  # let others have the lock
+            await asyncio.sleep(0)  # let others take the lock
 
     async def _admit(self) -> None:
         while self._waiting:
@@ -236,7 +236,7 @@ class DecodeLoop:
         return self.engine.import_([state])
 
     def _report(self, task: asyncio.Task[None]) -> None:
-        """Fail every request if the loop has failed: otherwise their callers would wait for ever."""
+        """Fail every request if the loop has failed: otherwise their callers would wait forever."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             return

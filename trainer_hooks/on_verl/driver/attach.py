@@ -1,4 +1,4 @@
-"""Attach to one trainer instance, or refuse to.
+"""Attach to one trainer instance, or refuse.
 
 ``attach`` replaces methods of one trainer. Between verl's stages the batch is only keys and tags, so each stage can use
 its own order at no cost.
@@ -31,10 +31,10 @@ _METHODS: dict[Stage, str] = {
 
 
 def read_config(config: Any) -> EquipoiseConfig:
-    """The node, checked; and that verl is the one that the hook was written for.
+    """The checked node; also checks that verl is the one that the hook was written for.
 
     Raises:
-        InvalidConfig: the node is no mapping, has an unknown key or an illegal value.
+        InvalidConfig: the node is not a mapping, or has an unknown key or an illegal value.
         PatchMismatch: verl differs.
     """
     settings = _node_of(config)
@@ -55,7 +55,7 @@ def refuse_legacy(config: Any) -> None:
         raise InvalidConfig(
             must(
                 "trainer.use_v1",
-                "be true with +equipoise: the legacy trainer is not served",
+                "be true with +equipoise: the legacy trainer is not supported",
                 config.trainer.get("use_v1", None),
                 "set trainer.use_v1=True or remove +equipoise",
             )
@@ -85,7 +85,7 @@ def attach(trainer: Any, config: EquipoiseConfig) -> None:
     if config.planner == "verl":
         trainer._balance_batch = functools.partial(planner.measure, original_balance)
         attach_rollout(trainer, config)
-        say("measures verl's own balancing (planner=verl); nothing else is attached")
+        say("measures verl's own balancing (planner=verl) and changes nothing")
         return
     trainer._balance_batch = planner.balance
     attach_rollout(trainer, config)

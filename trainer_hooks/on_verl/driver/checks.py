@@ -1,4 +1,4 @@
-"""Settings of verl's that no plan can satisfy are refused before the first rollout."""
+"""Reject verl settings that no plan can satisfy, before the first rollout."""
 
 # verl is not typed; what comes from it is checked before use.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -18,7 +18,7 @@ _ACTOR_KEY, _CRITIC_KEY = "actor_rollout_ref.actor.ppo_mini_batch_size", "critic
 
 
 def check_config(config: Any, settings: EquipoiseConfig) -> None:
-    """What can be told from the configuration alone, before any process is started.
+    """Check what the configuration alone shows, before any process starts.
 
     Raises:
         InvalidConfig: see :func:`check_stages`; or a loss that cannot be made exact.
@@ -34,7 +34,7 @@ def check_config(config: Any, settings: EquipoiseConfig) -> None:
 
 
 def check_stages(stages: TrainerStages, warn: Callable[[str], None]) -> None:
-    """Check, after verl's set-up and before its first rollout, that its settings can be planned.
+    """Check, after verl's setup and before its first rollout, that its settings can be planned.
 
     Raises:
         InvalidConfig: the ranks do not divide a mini-batch, or a fixed micro-batch does not divide a rank's share.
@@ -49,7 +49,7 @@ def check_stages(stages: TrainerStages, warn: Callable[[str], None]) -> None:
         if settings.cap is not None and longest > settings.cap * settings.sp_size:
             warn(
                 f"rows may reach {longest} tokens (max_prompt_length + max_response_length), above the cap"
-                f" {settings.cap} × {settings.sp_size} of {settings.cap_key}; such a row ends the run"
+                f" {settings.cap} × {settings.sp_size} of {settings.cap_key}; such a row stops the run"
                 " unless equipoise.oversize=alone"
             )
 
@@ -60,10 +60,10 @@ def _check_exact_loss(config: Any) -> None:
         mode, factor = role.get("loss_agg_mode", None), role.get("loss_scale_factor", None)
         if mode == "seq-mean-token-sum-norm" and factor is None:
             rule = "be set with equipoise.loss=exact and loss_agg_mode=seq-mean-token-sum-norm"
-            remedy = "use a constant, like data.max_response_length: the width of a batch changes with its rows"
+            remedy = "use a constant, like data.max_response_length: the width of a batch varies"
             raise InvalidConfig(must(f"{where}.loss_scale_factor", rule, factor, remedy))
     if (config.get("distillation", None) or {}).get("enabled", False):
-        remedy = "use equipoise.loss=verl: the distillation loss is not made exact"
+        remedy = "use equipoise.loss=verl: the distillation loss has no exact version"
         raise InvalidConfig(must("distillation.enabled", "be false with equipoise.loss=exact", True, remedy))
 
 

@@ -1,4 +1,4 @@
-"""Figures of a batch's lengths beside those of its plan."""
+"""Length statistics of a batch, next to those of its plan."""
 
 # verl is not typed; what comes from it is checked before use.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -12,7 +12,7 @@ from equipoise._arrays import FloatArray, IntArray
 
 
 def length_figures(lengths: IntArray, shares: Sequence[IntArray], prefix: str) -> dict[str, Any]:
-    """Verl's own figures of its ranks' tokens, for rows that are shared out as ``shares`` says."""
+    """Verl's own statistics of tokens per rank, for rows divided into ``shares``."""
     from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
     partitions = [share.tolist() for share in shares]

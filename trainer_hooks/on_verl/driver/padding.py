@@ -1,4 +1,4 @@
-"""Padding rows in verl's TransferQueue, made by :func:`~equipoise.training.batch.padding_row` as all are."""
+"""Padding rows in verl's TransferQueue, made by :func:`~equipoise.training.batch.padding_row`."""
 
 # verl is not typed; what comes from it is checked before use.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -23,16 +23,16 @@ def batch_multiple(stages: TrainerStages) -> int:
 def pad_to_multiple(batch: Any, multiple: int, *, eos_token_id: int, row_tokens: int) -> Any:
     """Append padding rows to ``batch``, in place of verl's ``upsample_batch_to_divisible_size``.
 
-    verl's padding rows have 128 tokens and share one uid; these have ``row_tokens``, and each is a group of its own.
+    verl's padding rows have 128 tokens and share one uid; these have ``row_tokens``, and each is its own group.
 
     Args:
         batch: a ``KVBatchMeta`` of at least one row.
-        multiple: of the number of rows.
+        multiple: of the row count.
         eos_token_id: the token of padding rows.
         row_tokens: tokens of a padding row, one of them the response.
 
     Returns:
-        ``batch`` itself where no row is missing.
+        ``batch`` itself if it needs no padding.
     """
     missing = -len(batch) % multiple
     if not missing:
@@ -44,7 +44,7 @@ def pad_to_multiple(batch: Any, multiple: int, *, eos_token_id: int, row_tokens:
     from equipoise.training.batch import padding_row
 
     first: Any = tq.kv_batch_get(keys=batch.keys[:1], partition_id=batch.partition_id)[0]
-    row = {name: first[name] for name in first.keys()}  # noqa: SIM118 - iterating a TensorDict gives its rows
+    row = {name: first[name] for name in first.keys()}  # noqa: SIM118 - iterating a TensorDict yields its rows
     rows = [padding_row(row, eos_token_id=eos_token_id, min_row_tokens=row_tokens) for _ in range(missing)]
     keys = [f"{row['uid']}_0_0" for row in rows]
     tag = {**batch.tags[0], "is_padding": True}

@@ -58,8 +58,8 @@ class StepPlanner:
     def balance(
         self, batch: Any, metrics: dict[str, Any], logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
     ) -> Any:
-        """Stand in for verl's ``_balance_batch``: pad, plan the next update, reorder."""
-        del keep_minibatch  # verl's v1 trainer ignores it; each mini-batch is planned by itself here
+        """Replace verl's ``_balance_batch``: pad, plan the next update, reorder."""
+        del keep_minibatch  # verl's v1 trainer ignores it; here each mini-batch is planned separately
         started = time.perf_counter()
         batch = self._pad(batch)
         stage = self.stages.planned_update()
@@ -90,7 +90,7 @@ class StepPlanner:
     def measure(
         self, original: Callable[..., Any], batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Let verl balance and log what its order would cost, as far as the driver can tell."""
+        """Let verl balance, and log what its order would cost, as far as the driver can tell."""
         batch = original(batch, metrics, *args, **kwargs)
         stage = self.stages.planned_update()
         cost = self.cost(self._rows_of(batch).lengths)
@@ -102,7 +102,7 @@ class StepPlanner:
         """Run one of verl's stages on the batch in the order of the stage's plan, with the plan in it."""
         known = self._batch
         if known is None or not known.same_rows(batch):
-            # a custom trainer has filtered or replaced rows since they were balanced
+            # a custom trainer has filtered or replaced rows after balancing
             known = self._batch = self._rows_of(batch)
         data = self._message(stage, batch, metrics, known)
         if data is not None:
@@ -124,7 +124,7 @@ class StepPlanner:
         return stage == "actor" and self.fit is not None and self.stages.balances()
 
     def _refit(self, times: list[float], metrics: dict[str, Any], known: StepRows) -> None:
-        """Take the times of the actor's update into the cost model of the next step."""
+        """Update the cost model of the next step with the times of the actor's update."""
         assert self.fit is not None
         calls = measured_calls(times, self._plan("actor"), known.lengths, known.cost)
         metrics.update(self.fit.observe(calls, known.cost))
@@ -135,7 +135,7 @@ class StepPlanner:
         settings = self.stages.settings(stage)
         if settings.shuffle and self.stages.balances():
             self._warn_once(
-                f"{stage}.shuffle=True draws mini-batches in the workers, where no plan can follow: verl's"
+                f"{stage}.shuffle=True draws mini-batches in the workers, beyond any plan: verl's"
                 " micro-batches are used; set it to False to have them planned"
             )
         if settings.shuffle or not self.stages.balances():
@@ -157,7 +157,7 @@ class StepPlanner:
         return known.wires[way]
 
     def _plan(self, stage: Stage) -> StepPlan:
-        """The stage's plan of the present rows; stages with equal settings share one."""
+        """The stage's plan of the current rows; stages with equal settings share one."""
         assert self._batch is not None
         settings = self.stages.settings(stage)
         spec = settings.spec(self.config, dp_size=self.stages.dp_size(stage), rows=self._batch.lengths.size)

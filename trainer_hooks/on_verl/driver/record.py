@@ -1,4 +1,4 @@
-"""One JSON line a step: lengths and plan, for tools that show or replay what was planned."""
+"""One JSON line per step: lengths and plan, for tools that show or replay plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from equipoise.planning.workload import CostModel, FittedCost, TransformerCost
 
 
 class Recorder:
-    """Appends to ``path``; does nothing without one.
+    """Appends to ``path``; does nothing if it is None.
 
     Raises:
         InvalidConfig: the file cannot be written.

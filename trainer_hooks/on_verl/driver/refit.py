@@ -1,14 +1,14 @@
-"""The cost model refitted online: times of micro-batches in, the cost model of the next step out. Numpy only.
+"""Refit the cost model online: micro-batch times in, the cost model of the next step out. Numpy only.
 
-Which rows explain a time. Where ranks meet in every micro-batch (FSDP gathers each layer's parameters from all ranks),
-a rank's time of a micro-batch holds its waiting, so that all ranks report much the same: the time of the slowest.
-Hence a column (the micro-batches of all ranks with one index) is one call: its largest time, explained by the rows of
-its costliest rank under the model of that moment. The clock cannot tell who was the slowest; the model can: any law
-that grows with ΣL and ΣL² names the same rank, unless two are within a hair, and then either explains the time.
-Where ranks meet once per optimizer step (``objective="rank"``), each rank's micro-batch is a call with its own time,
-but for the last column, in which all wait for the rank with the most work: there that rank's is the only one.
+Which rows explain a time. If ranks synchronize in every micro-batch (FSDP gathers each layer's parameters from all
+ranks), a rank's micro-batch time includes its waiting, so all ranks report nearly the time of the slowest. Hence a
+column (the micro-batches of all ranks with one index) is one call: its largest time, explained by the rows of its
+costliest rank under the current model. The clock cannot tell which rank was the slowest; the model can: any law that
+grows with ΣL and ΣL² names the same rank, unless two are nearly equal, and then either explains the time. If ranks
+synchronize once per optimizer step (``objective="rank"``), each rank's micro-batch is a call with its own time, except
+in the last column, where all wait for the rank with the most work: only that rank's counts.
 
-What is left out: the first update (allocations, compilation, lazy set-up), and updates in which the workers did not run
+Left out: the first update (allocations, compilation, lazy initialization), and updates in which the workers did not run
 the plan. Passes and the critic's update are not measured; they are planned with the actor's fit, since a plan depends
 only on the ratios of the coefficients, which a forward pass shares with its backward, and a critic with an actor of
 the same shape.
@@ -30,8 +30,8 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 MIN_CALLS = 10
-"""Calls for a fit of three coefficients that outliers may not sway."""
-_ALIKE = 1e-3  # least singular value over the largest, below which calls do not tell the coefficients apart
+"""Calls needed for a robust fit of three coefficients."""
+_ALIKE = 1e-3  # smallest ÷ largest singular value below which calls do not distinguish the coefficients
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,7 +40,7 @@ class MeasuredCall:
 
     Attributes:
         lengths: tokens of its rows.
-        seconds: that it took.
+        seconds: measured time.
     """
 
     lengths: IntArray
@@ -48,15 +48,15 @@ class MeasuredCall:
 
 
 def split_times(times: Sequence[float], plan: StepPlan) -> list[tuple[int, FloatArray]] | None:
-    """What the workers sent, as (mini-batch, seconds of shape (dp_size, micro-batches)), in the order they ran.
+    """The workers' times as (mini-batch, seconds of shape (dp_size, micro-batches)), in execution order.
 
     Args:
-        times: for each mini-batch that was run, for each rank: the number of the mini-batch, then the seconds of its
+        times: for each mini-batch that ran, for each rank: the index of the mini-batch, then the seconds of its
             micro-batches.
-        plan: that was to be run.
+        plan: the plan they should have run.
 
     Returns:
-        None unless every mini-batch of the plan was measured, each equally often, on all ranks.
+        None unless every mini-batch of the plan was measured, equally often, on all ranks.
     """
     found: list[tuple[int, FloatArray]] = []
     at = 0
@@ -85,7 +85,7 @@ def measured_calls(
         times: see :func:`split_times`.
         plan: of the update.
         lengths: tokens of each row, shape (n,), in the plan's numbering.
-        cost: tells the costliest rank.
+        cost: determines the costliest rank.
     """
     found = split_times(times, plan)
     if found is None:
@@ -115,8 +115,8 @@ def _explained_times(seconds: FloatArray, loads: FloatArray, *, meet: bool) -> l
 def relative_error(calls: Sequence[MeasuredCall], cost: CostModel, earlier: Sequence[MeasuredCall]) -> float | None:
     """Median over ``calls`` of abs(predicted - measured) / measured.
 
-    A fitted model predicts seconds. Any other's unit is taken to last what it did in ``earlier`` calls (the median);
-    None without any.
+    A fitted model predicts seconds. The unit of any other is calibrated on ``earlier`` calls (the median); None if
+    there are none.
     """
     if not calls:
         return None
@@ -135,10 +135,10 @@ class OnlineFit:
     """The cost model of a run, refitted after each update.
 
     Args:
-        fallback: cost model of the steps before there are enough calls, and whenever the fit is poor.
-        window: updates whose calls are kept.
-        min_r2: the least r² at which the fit is planned with.
-        warn: called with a text, once for each kind of reason not to use the fit.
+        fallback: cost model until there are enough calls, and whenever the fit is poor.
+        window: number of updates whose calls are kept.
+        min_r2: minimum r² for the fit to be used.
+        warn: called with a message, once per kind of reason not to use the fit.
     """
 
     def __init__(
@@ -147,21 +147,21 @@ class OnlineFit:
         self.fallback = fallback
         self.min_r2 = min_r2
         self.cost: CostModel = fallback
-        """Of the next step."""
+        """Cost model of the next step."""
         self._updates: deque[list[MeasuredCall]] = deque(maxlen=window)
         self._warmed_up = False
         self._warn = warn
         self._warned: set[str] = set()
 
     def observe(self, calls: list[MeasuredCall] | None, planned_with: CostModel) -> dict[str, float]:
-        """Take in an update, and refit.
+        """Record an update, and refit.
 
         Args:
             calls: of the update; None if it could not be measured.
             planned_with: cost model of its plan.
 
         Returns:
-            Flat figures for a tracker: ``calls`` in the window; ``r2`` of the new fit; ``error``, the median relative
+            Flat metrics for a tracker: ``calls`` in the window; ``r2`` of the new fit; ``error``, the median relative
             error of the model that this update was planned with; ``used``, 1 if that was a fit, else 0.
         """
         figures = {"equipoise/fit/used": float(isinstance(planned_with, FittedCost))}
@@ -169,8 +169,8 @@ class OnlineFit:
         if calls is None:
             self._say_once(
                 "missing",
-                "the workers sent no times of the planned micro-batches (they fell back to verl's splitting, or the"
-                " engine takes micro-batches in another way): the update is not used for the fit",
+                "the workers sent no times for the planned micro-batches (they fell back to verl's splitting, or the"
+                " engine iterates micro-batches differently): the fit ignores this update",
             )
         elif self._warmed_up:
             error = relative_error(calls, planned_with, earlier)
@@ -200,27 +200,30 @@ class OnlineFit:
     def _say_once(self, kind: str, why: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            self._warn(f"cost=fitted plans with the model's cost for now: {why}")
+            self._warn(f"cost=fitted uses the model's cost for now: {why}")
 
 
 def doubts(fit: FittedCost, calls: Sequence[MeasuredCall], min_r2: float) -> tuple[str, str]:
-    """Kind and text of why not to plan with ``fit``; two empty strings if one may.
+    """Kind and text of the reason not to plan with ``fit``; two empty strings if there is none.
 
-    The cap fills micro-batches to like numbers of tokens, so that the time of a call and that of its tokens are hard to
-    tell apart. A linear coefficient below twice its standard error (with the residuals' median for their deviation) is
-    taken for noise.
+    The cap fills micro-batches to similar token counts, so the fixed time of a call and the time of its tokens are hard
+    to tell apart. A linear coefficient below twice its standard error (estimated from the residuals' median) is
+    treated as noise.
     """
     features = np.array([[1.0, call.lengths.sum(), (call.lengths.astype(np.float64) ** 2).sum()] for call in calls])
     size: FloatArray = np.linalg.norm(features, axis=0)
     scaled: FloatArray = features / size
     values = np.linalg.svd(scaled, compute_uv=False)
     if values[-1] < _ALIKE * values[0]:
-        return "alike", "the measured calls are too alike to tell a token's time from a call's or a pair's"
+        return "alike", "the measured calls are too similar to separate the time of a token, a call and a token pair"
     if not fit.r2 >= min_r2:
         return "poor", f"r² of the fit is {fit.r2:.2f}, below equipoise.fit_min_r2={min_r2}"
     left = np.abs(features @ [fit.per_call, fit.linear, fit.quadratic] - [call.seconds for call in calls])
     inverse = np.linalg.inv(np.asarray(scaled.T @ scaled, dtype=np.float64))
     error = float(np.median(left)) / 0.6745 * float(inverse[1, 1]) ** 0.5 / float(size[1])
     if fit.linear <= 2 * error:
-        return "degenerate", f"a token's time, {fit.linear:.2e} s, is within twice its standard error, {error:.2e} s"
+        return (
+            "degenerate",
+            f"time per token, {fit.linear:.2e} s, is within twice its standard error, {error:.2e} s",
+        )
     return "", ""

@@ -1,4 +1,4 @@
-"""The rows of a step as the driver knows them: keys and tags, no tokens."""
+"""The driver's view of a step's rows: keys and tags, no tokens."""
 
 # verl is not typed; what comes from it is checked before use.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -15,7 +15,7 @@ from equipoise.planning.workload import CostModel
 
 
 class StepRows:
-    """The rows of a step: keys, lengths and padding flags in one order, their cost, and the plans made of them."""
+    """The rows of a step: keys, lengths and padding flags in one order, their cost, and their plans."""
 
     def __init__(self, batch: Any, cost: CostModel) -> None:
         self.cost = cost
@@ -31,14 +31,14 @@ class StepRows:
         return len(batch) == len(self.keys) and all(key in self._at for key in batch.keys)
 
     def places(self, batch: Any) -> IntArray:
-        """Where each row of ``batch`` stands here."""
+        """Position of each row of ``batch`` in this object."""
         return np.array([self._at[key] for key in batch.keys], dtype=np.int64)
 
 
 def neutral_order(batch: Any) -> list[int]:
     """Prompts in the order of their random ids, rollouts of one prompt together, padding last.
 
-    verl's replay buffer lists rows as they were finished, short ones first. Cut in that order, the first optimizer
+    verl's replay buffer lists rows in the order they finished, short ones first. Cut in that order, the first optimizer
     steps would get the short rows and the last ones the long.
     """
 

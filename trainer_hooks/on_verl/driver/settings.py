@@ -1,6 +1,6 @@
-"""verl's own keys, read as what a plan needs: one ``StepSpec`` for each update and pass of a step."""
+"""Read verl's own keys as what a plan needs: one ``StepSpec`` per update and pass of a step."""
 
-# OmegaConf nodes are untyped; each value is checked by the dataclass that it goes into.
+# OmegaConf nodes are untyped; the dataclass that receives each value checks it.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Stage = Literal["actor", "critic", "old_log_prob", "ref", "values"]
 
 _ENGINE_NODES = ("fsdp_config", "fsdp", "megatron", "veomni", "torchtitan", "automodel")
 _SP_KEYS = {"megatron": "context_parallel_size", "torchtitan": "tensor_parallel_size"}
-_LEAST_ROW = {"fsdp": 2, "fsdp2": 2}  # tokens of a padding row; other engines keep verl's own number
+_LEAST_ROW = {"fsdp": 2, "fsdp2": 2}  # tokens of a padding row; other engines keep verl's number
 VERL_ROW_TOKENS = 128
 
 
@@ -34,8 +34,8 @@ class StageSettings:
         micro_rows: rows of a fixed micro-batch, or None with the cap.
         sp_size: GPUs that share a row.
         micro_batch_multiple: of interleaved pipelines.
-        shuffle: the workers draw mini-batches anew.
-        cap_key: where the cap or size was read, for messages.
+        shuffle: whether the workers redraw mini-batches.
+        cap_key: config key of the cap or size, for messages.
     """
 
     mini_batch_rows: int | None
@@ -64,7 +64,7 @@ class StageSettings:
 
 
 def cost_model(config: EquipoiseConfig, verl: Any) -> CostModel:
-    """The cost model that the configuration names; with cost=fitted that of the steps without a good fit.
+    """The configured cost model; with cost=fitted, the fallback for steps without a good fit.
 
     Raises:
         InvalidInput: cost=model, and the actor's model has an unknown shape.
@@ -76,7 +76,7 @@ def cost_model(config: EquipoiseConfig, verl: Any) -> CostModel:
     if config.cost == "fitted":
         try:
             return _model_cost(verl)
-        except (OSError, ValueError) as error:  # not found, or a shape that is not known
+        except (OSError, ValueError) as error:  # not found, or an unknown shape
             logger.warning("equipoise: cost=fitted falls back to cost_linear and cost_quadratic: %s", error)
     return TransformerCost(linear=config.cost_linear, quadratic=config.cost_quadratic)
 
@@ -91,11 +91,11 @@ def _model_cost(verl: Any) -> TransformerCost:
 
 
 def stage_settings(config: Any, stage: Stage) -> StageSettings:
-    """Read what verl 0.9.1's v1 trainer will hand to the engine of ``stage``.
+    """Read what verl 0.9.1's v1 trainer will pass to the engine of ``stage``.
 
     Sources: verl/workers/engine_workers.py:539-645 for actor and reference; verl/trainer/ppo/v1/trainer_base.py:266 for
-    the critic, whose engine takes ``ppo_infer_max_token_len_per_gpu`` for both, so that the smaller of it and the
-    documented key is the cap here.
+    the critic, whose engine uses ``ppo_infer_max_token_len_per_gpu`` for both, so the cap here is the smaller of it and
+    the documented key.
     """
     if stage in ("critic", "values"):
         return _critic_settings(config, update=stage == "critic")
@@ -150,7 +150,7 @@ def _critic_settings(config: Any, *, update: bool) -> StageSettings:
 
 
 def engine_node(role: Any) -> tuple[str, Any]:
-    """Name and node of the engine's own settings in a role's configuration."""
+    """Name and node of the engine settings in a role's configuration."""
     strategy = str(role.get("strategy", "fsdp"))
     for key in _ENGINE_NODES:
         node = role.get(key, None)
@@ -160,7 +160,7 @@ def engine_node(role: Any) -> tuple[str, Any]:
 
 
 def least_row_tokens(config: EquipoiseConfig, verl: Any) -> int:
-    """Tokens of a padding row: what is configured, or the least that every engine of the run takes."""
+    """Tokens of a padding row: the configured number, or the minimum that every engine of the run accepts."""
     if config.min_row_tokens is not None:
         return config.min_row_tokens
     strategies = {str(verl.actor_rollout_ref.actor.get("strategy", "fsdp"))}
@@ -177,7 +177,7 @@ def _sp_size(role: Any, engine_key: str, engine: Any) -> int:
 
 
 def _pipeline_multiple(engine_key: str, engine: Any) -> int:
-    """Interleaved Megatron pipelines want a multiple of a group of micro-batches, by default the pipeline's size."""
+    """Interleaved Megatron pipelines need a multiple of a group of micro-batches, by default the pipeline's size."""
     if engine_key != "megatron" or int(engine.get("virtual_pipeline_model_parallel_size", 0) or 0) < 2:
         return 1
     override = engine.get("override_transformer_config", None) or {}

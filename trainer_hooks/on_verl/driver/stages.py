@@ -11,10 +11,10 @@ from equipoise.trainer_hooks.on_verl.driver.settings import Stage, StageSettings
 
 
 class TrainerStages:
-    """A verl v1 ``PPOTrainer``, read.
+    """A reader of a verl v1 ``PPOTrainer``.
 
     Args:
-        trainer: constructed; its worker groups are looked at when they are asked for.
+        trainer: constructed; its worker groups are read on demand.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -31,7 +31,7 @@ class TrainerStages:
         return found
 
     def updates(self) -> list[Stage]:
-        """Updates of the present step, in verl's order; the actor has none while the critic warms up."""
+        """Updates of the current step, in verl's order; the actor has none while the critic warms up."""
         updates: list[Stage] = ["critic"] if self.trainer.use_critic else []
         if int(self.config.trainer.critic_warmup) <= int(self.trainer.global_steps):
             updates.append("actor")

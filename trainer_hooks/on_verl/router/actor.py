@@ -2,7 +2,7 @@
 
 It implements ``RequestLoadBalancer`` of verl/workers/rollout/router.py (0.9.1), which runs it as a Ray actor. verl's
 clients report when a request arrives and leaves; those of :mod:`~equipoise.trainer_hooks.on_verl.router.client` also
-report how long the response was, and carry out moves. Without them no length is known: all responses count alike.
+report response lengths and execute moves. Without them no length is known, and all responses count the same.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from equipoise.trainer_hooks.on_verl.router.watch import Watch
 logger = logging.getLogger("equipoise")
 
 METRICS_PREFIX = "equipoise/rollout/"
-_CORRECT_EVERY_S = 1.0  # between updates of what running requests are expected to generate, if nobody calls `check`
+_CORRECT_EVERY_S = 1.0  # between updates of the expected lengths of running requests, if nobody calls `check`
 _UNKNOWN_STEP_S = 0.2  # between checks while no request has finished
-_OVERDUE_CHECKS = 10  # after so many, a replica is considered to have kept a request that was to move
+_OVERDUE_CHECKS = 10  # checks after which a replica is considered to have kept a request that was to move
 
 
 class TokenAwareRouter:
@@ -61,7 +61,7 @@ class TokenAwareRouter:
         self._watch = Watch(clock, lambda count: self._planner.tier(count), lambda count: self._planner.share(count))
 
     def configure(self, config: Mapping[str, Any]) -> None:
-        """Set the settings; call it before the first request."""
+        """Apply settings; call it before the first request."""
         settings = RouterConfig.of(config)
         self._config = settings.rollout
         most = self._config.max_prompts
@@ -201,7 +201,7 @@ class TokenAwareRouter:
     def report(self, request_id: str, num_tokens: int, *, aborted: bool, kv_bytes: int = 0) -> bool:
         """Note what a replica returned for a request; True if the client must ask for the rest at once.
 
-        It must for every request that the router had aborted, even if the new replica is gone by now.
+        That holds for every request that the router had aborted, even if the new replica is gone by now.
 
         Args:
             request_id: names the conversation.
@@ -276,7 +276,7 @@ class TokenAwareRouter:
         self._watch.advance(self._ledger.running, self._ledger.load)
 
     def _rest(self, request_id: str) -> None:
-        """Let a conversation be forgotten some day, unless it has a request under way."""
+        """Let a conversation be evicted, unless it has a request in flight."""
         if request_id not in self._leaving and not self._ledger.of(request_id):
             self._conversations.rest(request_id)
 
@@ -295,7 +295,7 @@ class TokenAwareRouter:
         return server
 
     def _correct(self, now: float) -> dict[int, int]:
-        """Update what running requests are expected to generate; return the tokens each has generated, by its order."""
+        """Update the expected lengths of running requests; return the tokens each has generated, by its order."""
         self._correct_at = now + _CORRECT_EVERY_S
         step_s = self._planner.step_s
         held = self._ledger.everything()
@@ -306,7 +306,7 @@ class TokenAwareRouter:
         return {each.order: tokens for each, tokens in zip(held, done, strict=True)}
 
     def _settle(self, now: float) -> bool:
-        """Give up on requests that their replica keeps; return whether others are still on their way."""
+        """Give up on requests that their replica keeps; return whether others are still in transit."""
         for request_id, overdue_at in list(self._leaving.items()):
             if now >= overdue_at:
                 del self._leaving[request_id]

@@ -1,4 +1,4 @@
-"""verl's clients of its rollout servers, which also report lengths and carry on with requests that move.
+"""Clients of verl's rollout servers that also report lengths and continue requests that move.
 
 verl 0.9.1 (verl/workers/rollout/llm_server.py) tells its router that a request has left a server, but not how long the
 response was, and its synchronous client returns an aborted response as if it were complete. A move is verl's own
@@ -74,10 +74,10 @@ class MovingClient(LLMServerClient):
             self._num_open -= 1
 
     def _rest(self, sampling_params: dict[str, Any], prompt_tokens: int, generated: int) -> dict[str, Any] | None:
-        """Sampling parameters for the rest of a response; None if it is as long as it may get.
+        """Sampling parameters for the rest of a response; None if it has reached its limit.
 
-        Where the caller sets no limit, it is that of verl's vLLM server (vllm_async_server.py:609). Left to itself, the
-        next server would take the tokens so far for a longer prompt, and allow a whole response on top.
+        If the caller sets no limit, that of verl's vLLM server applies (vllm_async_server.py:609). Otherwise the next
+        server would take the tokens so far for a longer prompt, and allow a whole response on top.
         """
         key = next((name for name in _LIMITS if name in sampling_params), None)
         if key is None:
@@ -86,7 +86,7 @@ class MovingClient(LLMServerClient):
             limit = min(limit, int(rollout.prompt_length) + limit - prompt_tokens)
         else:
             limit = int(sampling_params[key])
-        left = max(limit, 1) - generated  # vLLM too takes a limit below 1 for 1
+        left = max(limit, 1) - generated  # like vLLM, treat a limit below 1 as 1
         if left < 1:
             return None
         rest = {**sampling_params, key: left}
@@ -100,7 +100,7 @@ class MovingClient(LLMServerClient):
             self._checks = asyncio.create_task(self._check())
 
     async def _check(self) -> None:
-        """Have the router look for moves while requests are open; it says when next."""
+        """Have the router look for moves while requests are open; it returns when to ask next."""
         while self._num_open:
             wait_s = await self._load_balancer.check.remote()
             if wait_s is None:
@@ -110,7 +110,7 @@ class MovingClient(LLMServerClient):
 
 
 class MovingAsyncClient(FullyAsyncLLMServerClient, MovingClient):
-    """The same beneath verl's client for partial rollouts, which continues requests that the trainer has aborted."""
+    """The same below verl's client for partial rollouts, which continues requests that the trainer has aborted."""
 
 
 def joined(first: TokenOutput, second: TokenOutput) -> TokenOutput:

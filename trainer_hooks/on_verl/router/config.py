@@ -13,13 +13,13 @@ from equipoise.errors import InvalidConfig, must, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """What a router is told: verl's own sizes, and the node ``equipoise.rollout``."""
+    """A router's settings: verl's own sizes, and the ``equipoise.rollout`` node."""
 
     response_length: int = 4096
-    """Most tokens of a response; verl's ``rollout.response_length``."""
+    """Maximum tokens of a response; verl's ``rollout.response_length``."""
 
     max_num_seqs: int = 1024
-    """Most requests that a replica decodes at once; verl's ``rollout.max_num_seqs``."""
+    """Maximum requests that a replica decodes at once; verl's ``rollout.max_num_seqs``."""
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 

@@ -1,4 +1,4 @@
-"""What is remembered of each conversation, the turns under one request id."""
+"""State of each conversation, the turns under one request id."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Conversation:
     """Replica of the last turn, which has its prefix in the cache."""
     turn: int = 0
     generated: int = 0
-    """Tokens of this turn from earlier stays."""
+    """Tokens of this turn from earlier replicas."""
     expected: float = 0.0
-    """Tokens of this turn, as expected when it came."""
+    """Expected tokens of this turn on arrival."""
     moves: int = 0
     """Of this turn."""
     goes_to: str | None = None
@@ -43,9 +43,9 @@ class Conversation:
 
 
 class Conversations:
-    """Conversations by request id: all that have a request under way, and of the others the last ``limit`` used.
+    """Conversations by request id: all with a request in flight, and the last ``limit`` of the others.
 
-    Those under way are never forgotten, however many they are: the response of a moved request would be cut off.
+    Those in flight are never evicted: the response of a moved request would be cut off.
     """
 
     def __init__(self, limit: int) -> None:
@@ -56,11 +56,11 @@ class Conversations:
         return len(self.busy) + len(self._idle)
 
     def __iter__(self) -> Iterator[Conversation]:
-        """All of them, those under way first."""
+        """All conversations, those in flight first."""
         yield from [*self.busy.values(), *self._idle.values()]
 
     def get(self, request_id: str) -> Conversation | None:
-        """The conversation, if it is remembered."""
+        """The conversation, if known."""
         return self.busy.get(request_id) or self._idle.get(request_id)
 
     def hold(self, request_id: str, talk: Conversation) -> None:
@@ -69,7 +69,7 @@ class Conversations:
         self.busy[request_id] = talk
 
     def rest(self, request_id: str) -> None:
-        """The conversation has no request under way any more."""
+        """The conversation has no request in flight any more."""
         talk = self.busy.pop(request_id, None)
         if talk is not None:
             self._idle[request_id] = talk

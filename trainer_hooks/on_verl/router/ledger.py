@@ -12,17 +12,17 @@ class Held:
     """A request on a replica.
 
     Attributes:
-        request_id: names the conversation that it is a turn of.
+        request_id: names the conversation that this is a turn of.
         server: id of the replica.
         prompt: name of its prompt, which siblings share.
         prompt_tokens: tokens that the replica had to prefill.
-        expected: tokens that it is expected to generate from here.
+        expected: tokens it is expected to generate from here.
         since: time of arrival, in seconds.
         generated: response tokens among ``prompt_tokens``, from earlier stays.
         server_request_id: the replica's name for it; None if the client gave none.
-        request_seconds: the replica's at arrival, see ``Watch``.
+        request_seconds: the replica's value on arrival, see ``Watch``.
         tier_seconds: likewise.
-        order: number of arrival.
+        order: arrival index.
     """
 
     request_id: str
@@ -116,14 +116,14 @@ class Ledger:
         return None
 
     def drop_any(self, server: str) -> Held | None:
-        """Note that some request has left a replica, and return it: the first to arrive, since nobody said which."""
+        """Note that some request has left a replica, and return it: the first to arrive, as the caller did not say."""
         first = next((held for held in self.everything() if held.server == server), None)
         if first is not None:
             self._take(first)
         return first
 
     def expect(self, held: Held, expected: float) -> None:
-        """Update what a request is expected to generate."""
+        """Update the expected length of a request."""
         self.load[held.server] += expected - held.expected
         held.expected = expected
 
@@ -133,7 +133,7 @@ class Ledger:
         if not mates:
             del self._held[held.request_id]
         self.running[held.server] -= 1
-        # an empty replica has exactly nothing outstanding; differences of floats would leave a rest
+        # an empty replica has exactly 0 outstanding; float differences would leave a residue
         self.load[held.server] = self.load[held.server] - held.outstanding if self.running[held.server] else 0.0
         key = held.server, held.prompt
         self._siblings[key] -= 1

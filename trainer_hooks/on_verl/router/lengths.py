@@ -11,23 +11,23 @@ from cachetools import LRUCache
 
 from equipoise.rollout.policy.lengths import LengthModel
 
-_RECENT = 512  # last responses of the run, over all prompts
-_OF_PROMPT = 16  # last responses of one prompt
-_SHARE_OF_LIMIT = 4  # long-tailed lengths have a mean of about a quarter of their limit
+_RECENT = 512  # most recent responses of the run, over all prompts
+_OF_PROMPT = 16  # most recent responses of one prompt
+_SHARE_OF_LIMIT = 4  # long-tailed lengths average about a quarter of their limit
 
 
 class ExpectedLengths:
-    """Expected lengths of responses that have not started, and of the rest of those that run.
+    """Expected lengths of responses that have not started, and remaining lengths of running ones.
 
     For a response that has not started, the expectation is that of
     :class:`~equipoise.rollout.policy.lengths.LengthModel` if its prompt was answered before, else the mean of the run's
-    last responses, and before any has finished a quarter of the limit. For a response that runs, it is the mean of what
-    longer responses had left at its present length: those of its prompt, or, if there are none, of the run. The model's
-    own expectation does not depend on how far a response is, and a router compares requests that started alike.
+    recent responses, and before any has finished a quarter of the limit. For a running response, it is the mean of what
+    longer responses had left at its current length: those of its prompt or, if there are none, of the run. The model's
+    own expectation does not depend on a response's progress, while a router compares requests that started alike.
 
     Args:
-        limit: most tokens of a response.
-        max_prompts: most prompts that are remembered; the least recently used one is forgotten first.
+        limit: maximum tokens of a response.
+        max_prompts: maximum prompts remembered; the least recently used one is evicted first.
 
     >>> lengths = ExpectedLengths(limit=400, max_prompts=1000)
     >>> lengths.of_new("a")
@@ -47,7 +47,7 @@ class ExpectedLengths:
 
     @property
     def mean(self) -> float:
-        """Mean length of the run's last responses."""
+        """Mean length of the run's recent responses."""
         return self._sum / len(self._recent) if self._recent else max(1.0, self.limit / _SHARE_OF_LIMIT)
 
     def finish(self, prompt: Hashable, length: int) -> None:
@@ -83,7 +83,7 @@ class ExpectedLengths:
             if left is None:
                 at = bisect_right(recent, done)
                 longer = len(recent) - at
-                # longer than any so far: half of what it has, the least that a long-tailed distribution gives
+                # longer than any so far: half of its length, the least that a long-tailed distribution gives
                 left = (totals[-1] - totals[at]) / longer - done if longer else max(self.mean, done / 2)
             expected.append(max(1.0, min(left, float(self.limit - done))))
         return expected

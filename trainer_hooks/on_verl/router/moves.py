@@ -12,8 +12,8 @@ from equipoise.rollout.policy.requests import Move, Request
 from equipoise.rollout.policy.step_time import StepTime
 from equipoise.trainer_hooks.on_verl.router.ledger import Held
 
-_ENOUGH = 3  # measured requests that make the time of a tier known
-_SAMPLES = 256  # last requests whose times are kept
+_ENOUGH = 3  # measured requests needed to know the time of a tier
+_SAMPLES = 256  # most recent requests whose times are kept
 _HYSTERESIS = 0.1  # share of the remaining time that a plan must save: expected lengths are no more precise
 
 
@@ -23,18 +23,18 @@ class MovePlanner:
     A router sees requests arrive and leave, not decode steps. A request's seconds per token stand for the time of a
     step, in the tier of the mean number of requests beside it.
 
-    Replicas do not decode in lockstep, so the aim is that the last of them finishes early. With ``profile`` and
-    ``multi_graph`` a plan is carried out if it is predicted to save more than a tenth of the remaining time, plus
+    Replicas do not decode in lockstep, so the goal is that the last of them finishes early. With ``profile`` and
+    ``multi_graph`` a plan is executed if it is predicted to save more than a tenth of the remaining time, plus
     ``min_gain``, plus the time that a moving request spends on no replica; without, whenever the fullest replica then
     fits a smaller tier.
 
     Args:
-        config: tiers, and what a move must gain.
+        config: tiers, and the minimum gain of a move.
         slots: requests that a replica decodes at once; later ones wait.
     """
 
     most_moves = 2
-    """Moves of a request in one turn: each costs a prefill."""
+    """Maximum moves of a request per turn: each costs a prefill."""
 
     def __init__(self, config: RolloutConfig, *, slots: int) -> None:
         self.config = config
@@ -45,7 +45,7 @@ class MovePlanner:
         self.predicted_s = 0.0
 
     def tier(self, num_requests: int) -> int:
-        """Return the decode size of a replica with so many requests."""
+        """Return the decode size of a replica with this many requests."""
         return min((tier for tier in self.config.tiers if tier >= num_requests), default=self.config.tiers[0])
 
     def measured(self, *, tokens: int, seconds: float, beside: float) -> None:
@@ -81,13 +81,13 @@ class MovePlanner:
         return StepTime.fit([tier for tier, _ in kept], [0] * len(kept), [seconds for _, seconds in kept])
 
     def share(self, count: int) -> float:
-        """Return the share of time in which each of so many requests is decoded: beyond the slots they take turns."""
+        """Return the share of time in which each of ``count`` requests is decoded: beyond the slots they take turns."""
         return min(1.0, self.slots / count)
 
     def drain_s(self, expected: Sequence[float], step_time: StepTime) -> float:
         """Predict the seconds until a replica with these requests is empty, if no more arrive.
 
-        Until the next one finishes, all that are left decode one token a step; beyond the slots they take turns.
+        Until the next one finishes, all that are left decode one token per step; beyond the slots they take turns.
         """
         seconds, before = 0.0, 0.0
         for done, left in enumerate(sorted(expected)):

@@ -1,4 +1,4 @@
-"""How long a rollout would have taken without moves, from the lengths that its responses turned out to have."""
+"""How long a rollout would have taken without moves, given the actual response lengths."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from equipoise._arrays import FloatArray
 
-_STAYS = 4096  # last stays that the step times are fitted to
-_PULL = 1e-3  # weight of the ridge that pulls a tier's rate to the mean; it decides for tiers that were hardly seen
+_STAYS = 4096  # most recent stays that step times are fitted to
+_PULL = 1e-3  # ridge weight that pulls a tier's rate to the mean; decides for tiers that were hardly seen
 _SLOWEST = 20.0  # longest step of a tier, in mean steps
 
 
@@ -34,11 +34,11 @@ class Stay:
 def makespan_s(stays: Iterable[Stay], step_s: Callable[[int], float]) -> float:
     """Return the seconds from the first arrival until the last replica has finished.
 
-    All requests on a replica decode one token a step.
+    All requests on a replica decode one token per step.
 
     Args:
-        stays: in any order; without any the result is 0.
-        step_s: seconds that each of so many requests takes per token, counting those that wait for a slot.
+        stays: in any order; if empty, the result is 0.
+        step_s: seconds per token with this many requests, including those that wait for a slot.
 
     >>> both = [Stay(since=0.0, server="a", tokens=10), Stay(since=0.0, server="a", tokens=20)]
     >>> makespan_s(both, lambda count: float(count))  # 10 steps of two, 10 of one
@@ -76,7 +76,7 @@ def _done_at(stays: list[Stay], step_s: Callable[[int], float]) -> float:
 
 
 class Replay:
-    """Collects the stays of a rollout, and what they would have been without moves: each response where it started."""
+    """Collects the stays of a rollout, and their counterparts without moves: each response where it started."""
 
     def __init__(self) -> None:
         self.clear()
@@ -88,7 +88,7 @@ class Replay:
         self._last = 0.0
 
     def ended(self, stays: Sequence[Stay], *, at: float) -> None:
-        """Note the stays of a response that has ended, in order, and when it left the last replica."""
+        """Record the stays of a finished response, in order, and when it left the last replica."""
         if stays:
             self._stays += stays
             self._unmoved.append(replace(stays[0], tokens=sum(stay.tokens for stay in stays)))
@@ -98,8 +98,8 @@ class Replay:
         """Return the seconds that the moves saved; below 0 if they cost time.
 
         The rollout is replayed twice with measured step times, as it was and without moves. The ratio of the two times
-        the seconds it really took is what it would have taken without: prefills and pauses count for both, and without
-        moves nothing is saved. Arrival times are left as they were.
+        the actual seconds is the time without moves: both include prefills and pauses, and without moves nothing is
+        saved. Arrival times are unchanged.
         """
         replayed_s = makespan_s(self._stays, step_s)
         if replayed_s <= 0:

@@ -1,4 +1,4 @@
-"""On the driver: put the router and the clients into verl's rollout, and log the router's figures.
+"""On the driver: put the router and the clients into verl's rollout, and log the router's metrics.
 
 verl takes a custom router through ``rollout.router_config_path``, and a client from ``PPOTrainer.get_llm_client``.
 """
@@ -20,7 +20,7 @@ from equipoise.trainer_hooks.on_verl.router.protocol import LET_GO
 
 logger = logging.getLogger("equipoise")
 
-_WITHOUT_CACHES = ("vllm", "sglang", "trtllm")  # verl 0.9.1's own
+_WITHOUT_CACHES = ("vllm", "sglang", "trtllm")  # verl 0.9.1's servers
 
 
 def router_file() -> str:
@@ -35,7 +35,7 @@ def router_file() -> str:
 
 
 def choose_router(config: Any, settings: EquipoiseConfig) -> None:
-    """Before the trainer is built: name the router in its configuration.
+    """Before the trainer is built, set the router in its configuration.
 
     Raises:
         InvalidConfig: the configuration names another router, asks for routing by request id, or moves caches between
@@ -66,7 +66,7 @@ def choose_router(config: Any, settings: EquipoiseConfig) -> None:
 
 
 def attach_rollout(trainer: Any, settings: EquipoiseConfig) -> None:
-    """Give ``trainer`` clients that report lengths and move requests, and add the router's figures to its metrics."""
+    """Give ``trainer`` clients that report lengths and move requests, and add the router's metrics to its own."""
     if not (settings.enable and settings.rollout.enable):
         return
     hook = RolloutHook(trainer, settings)
@@ -115,7 +115,7 @@ class RolloutHook:
         else:
             logger.warning(
                 "equipoise: %s is not verl's client: it reports no lengths and moves no requests, so the router counts"
-                " all responses alike",
+                " all responses the same",
                 kind.__name__,
             )
             return given
@@ -124,7 +124,7 @@ class RolloutHook:
         return client
 
     def _warn_fixed(self) -> None:
-        """Warn of servers that cannot release a single request."""
+        """Warn about servers that cannot release a single request."""
         transfer = self.settings.rollout.transfer
         if transfer == "none":
             return
@@ -141,7 +141,7 @@ class RolloutHook:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Return the router's figures since the last step."""
+        """Return the router's metrics since the last step."""
         import ray
 
         return {} if self._router is None else ray.get(self._router.take_metrics.remote())

@@ -1,4 +1,4 @@
-"""What the replicas did over time: the figures under ``equipoise/rollout/``."""
+"""What the replicas did over time: the metrics under ``equipoise/rollout/``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Watch:
 
     Args:
         clock: returns the time in seconds.
-        tier: decode size of a replica with so many requests.
-        share: share of time in which each of so many requests is decoded; below 1 if they take turns.
+        tier: decode size of a replica with this many requests.
+        share: share of time in which each of this many requests is decoded; below 1 if they take turns.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Watch:
         self._asked: Counter[str] = Counter()
 
     def advance(self, running: Mapping[str, int], load: Mapping[str, float]) -> None:
-        """Add the time since the last call, during which each replica had so many requests and outstanding tokens."""
+        """Add the time since the last call, with each replica's requests and outstanding tokens during it."""
         now = self._clock()
         passed, self._last = now - self._last, now
         if passed <= 0 or not any(running.values()):
@@ -62,7 +62,7 @@ class Watch:
             self.tier_seconds.pop(server, None)
 
     def take(self, servers: Iterable[str]) -> dict[str, float]:
-        """Return the figures since the last call; empty if no request arrived or ran."""
+        """Return the metrics since the last call; empty if no request arrived or ran."""
         asked = [self._asked[server] for server in servers] or [0]
         counts, busy = self.counts, self._busy_s
         if not busy and not any(asked):

@@ -1,8 +1,8 @@
-"""In a worker: how long each micro-batch's forward and backward took, read once after the last.
+"""In a worker: how long each micro-batch's forward and backward took, read once after the last one.
 
 verl's engines run ``for micro_batch in micro_batches: forward; backward``. So the time between two items that the loop
-takes is that of one micro-batch, and no line of the loop is touched. On a device an event is recorded in its stream
-at each item; the host does not wait until the mini-batch is over, where verl reads the gradient's norm anyway.
+takes is that of one micro-batch, with no change to the loop. On a device, an event is recorded in its stream at each
+item; the host waits only at the end of the mini-batch, where verl reads the gradient norm anyway.
 """
 
 # verl is not typed; what comes from it is checked before use.
@@ -19,12 +19,12 @@ from equipoise.trainer_hooks.on_verl._patches import CLOCK_KEY, TIMES_KEY
 
 
 class TimedMicroBatches(list[Any]):
-    """Micro-batches that note the time whenever one is taken, and when there are no more.
+    """Micro-batches that record the time whenever one is taken, and at the end.
 
     Args:
-        micro_batches: in the order they are run.
-        step: number of their mini-batch.
-        event: makes a device's timing event; None for the host's clock.
+        micro_batches: in execution order.
+        step: index of their mini-batch.
+        event: creates a device timing event; None for the host's clock.
     """
 
     def __init__(self, micro_batches: Iterable[Any], *, step: int, event: Any = None) -> None:
@@ -49,7 +49,7 @@ class TimedMicroBatches(list[Any]):
             self._marks.append(mark)
 
     def seconds(self) -> list[float] | None:
-        """Seconds of each micro-batch; None unless they were gone through once and to the end."""
+        """Seconds of each micro-batch; None unless they were iterated exactly once, to the end."""
         marks = self._marks
         if len(marks) != len(self) + 1:
             return None
@@ -72,7 +72,7 @@ def timed(data: Any, micro_batches: list[Any], step: int) -> list[Any]:
 
 
 def add_times(output: dict[str, Any], data: Any) -> None:
-    """Put the number of the mini-batch and its seconds among the metrics of an engine's output."""
+    """Add the index of the mini-batch and its seconds to the metrics of an engine's output."""
     from verl.utils import tensordict_utils as tu
 
     found: TimedMicroBatches = tu.get_non_tensor_data(data, CLOCK_KEY, None).micro_batches
@@ -82,7 +82,7 @@ def add_times(output: dict[str, Any], data: Any) -> None:
 
 
 class _Holder:
-    """Keeps TensorDict from taking a list for a column."""
+    """Keeps TensorDict from treating a list as a column."""
 
     def __init__(self, micro_batches: TimedMicroBatches) -> None:
         self.micro_batches = micro_batches

@@ -1,13 +1,13 @@
-"""``equipoise.loss=exact``: neither what sits under the mask nor a batch's width reaches verl's loss or its gradient.
+"""``equipoise.loss=exact``: masked values and a batch's width do not affect verl's loss or its gradient.
 
-It takes two things. :func:`aggregate` puts :func:`equipoise.agg_loss` in place of verl's: it selects the tokens that
-count, where verl multiplies by the mask and, in one mode, divides by the width. That alone does not stop a NaN or an
-infinity in what a loss is made of: the gradient of ``exp(log_prob - old)`` is 0 · NaN there. So :func:`exact_loss` puts
-0 in place of whatever is under the mask before verl computes with it: in the columns that the loss reads, and in the
-model's outputs (:func:`select`), whose gradient is then exactly 0 at those tokens.
+It takes two changes. :func:`aggregate` replaces verl's aggregation with :func:`equipoise.agg_loss`, which selects the
+tokens that count, where verl multiplies by the mask and, in one mode, divides by the width. That alone does not stop a
+NaN or an infinity in the inputs of a loss: the gradient of ``exp(log_prob - old)`` is 0 · NaN there. So
+:func:`exact_loss` replaces masked values with 0 before verl computes with them: in the columns that the loss reads, and
+in the model's outputs (:func:`select`), whose gradient is then exactly 0 at those tokens.
 
-Out of reach is a model whose own activations are NaN or infinite at a token under the mask: the gradient of its weights
-is a sum over tokens of gradient × activation, and 0 · NaN is NaN. Metrics that verl computes on the driver
+This cannot help a model whose own activations are NaN or infinite at a masked token: the gradient of its weights is a
+sum over tokens of gradient × activation, and 0 · NaN is NaN. Metrics that verl computes on the driver
 (``actor/entropy``) stay verl's.
 """
 
@@ -27,7 +27,7 @@ _exact: ContextVar[bool] = ContextVar("equipoise_exact_loss", default=False)
 
 
 def exact_loss(original: Callable[..., Any], config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
-    """Verl's ``ppo_loss`` or ``value_loss``, on what is under the mask only."""
+    """Verl's ``ppo_loss`` or ``value_loss``, on unmasked values only."""
     mask = data["response_mask"]
     data = data.copy()
     for name in _COLUMNS:
@@ -42,7 +42,7 @@ def exact_loss(original: Callable[..., Any], config: Any, model_output: Any, dat
 
 
 def select(original: Callable[..., Any], tensor: torch.Tensor, data: Any) -> torch.Tensor:
-    """Verl's ``no_padding_2_padding``; in an exact loss with 0 for tokens under the mask, which then get gradient 0."""
+    """Verl's ``no_padding_2_padding``; in an exact loss, masked tokens become 0 and get gradient 0."""
     found: torch.Tensor = original(tensor, data)
     if not _exact.get():
         return found
@@ -73,7 +73,7 @@ def _selected(column: Any, mask: Any) -> torch.Tensor:
     if not column.is_nested:
         return _where(mask.to_padded_tensor(0) if mask.is_nested else mask, column)
     values, lengths = _where(mask.values(), column.values()), column.offsets().diff()
-    # told no longest length, verl's padding would take the sum of all
+    # without a maximum length, verl's padding would use the sum of all
     return torch.nested.nested_tensor_from_jagged(
         values, offsets=column.offsets(), min_seqlen=int(lengths.min()), max_seqlen=int(lengths.max())
     )

@@ -1,13 +1,13 @@
-"""In the engines: micro-batches from the plan that the batch carries, or verl's own for all ranks alike.
+"""In the engines: micro-batches from the batch's plan, or verl's own on all ranks.
 
 Which mini-batch the rows are, and whether they are the planned ones, is decided on values that all ranks share. In an
-update those are the lengths of all ranks' rows, which verl has gathered already: no collective is added. In a pass it
-is one small all-gather, in place of the three or more by which verl agrees on a count; a rank that cannot read its plan
-tells the others in it. An update has no such vote: a damaged message raises on its rank before the model runs, and the
+update those are the lengths of all ranks' rows, which verl has already gathered: no collective is added. In a pass it
+takes one small all-gather, instead of the three or more with which verl agrees on a count; a rank that cannot read its
+plan reports it there. An update has no such vote: a corrupted message raises on its rank before the model runs, and the
 trainer, which waits for all ranks, gets that error.
 """
 
-# verl and torch.distributed are typed in part; what comes from them is checked before use.
+# verl and torch.distributed are partly typed; what comes from them is checked before use.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger("equipoise")
 _warned: set[str] = set()
 
 MicroBatches = tuple[list[Any], list[list[int]] | None]
-_OTHER_ROWS, _OTHER_RANKS = -1, -2  # in place of the number of a mini-batch
+_OTHER_ROWS, _OTHER_RANKS = -1, -2  # instead of the index of a mini-batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """What the engine asked for, the same on all ranks."""
+    """The arguments of the engine's call, the same on all ranks."""
 
     dp_group: Any
     divided_by: int
@@ -66,13 +66,13 @@ def prepare_planned(
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
 ) -> MicroBatches:
-    """Stand in for verl's ``prepare_micro_batches`` where the batch carries a plan.
+    """Replace verl's ``prepare_micro_batches`` if the batch carries a plan.
 
     Returns:
-        As verl's: micro-batches and their row ids; None for the ids with fixed micro-batches.
+        As verl does: micro-batches and their row ids; None for the ids with fixed micro-batches.
 
     Raises:
-        WireError: the plan's message is damaged; on all ranks in a pass, on this rank alone in an update.
+        WireError: the plan's message is corrupted; on all ranks in a pass, on this rank alone in an update.
     """
 
     def verls_own() -> MicroBatches:
@@ -106,13 +106,13 @@ def prepare_planned(
     known = _keep_count_of_real_rows(data, wire, step, call)
     why = _why_not(wire, step, call)
     if why:
-        lost = "" if known else "; sequence means then count padding rows, which these columns do not tell from others"
+        lost = "" if known else "; sequence means then count padding rows, as these columns do not identify them"
         _warn_once(f"verl's own micro-batches are used on all ranks: {why}{lost}")
         return verls_own()
     if step < 0:
         return verls_own()
     if wire.sizes is None or not dynamic:
-        # fixed micro-batches: rows are dispatched in the plan's order, so verl cuts them as planned
+        # fixed micro-batches: rows are dispatched in plan order, so verl cuts them as planned
         micro_batches, indices = verls_own()
     else:
         indices = [rows.tolist() for rows in consecutive(wire.sizes[step][call.rank].tolist())]
@@ -148,9 +148,9 @@ def _step_of_pass(message: object, data: Any, call: _Call) -> tuple[WirePlan, in
 
 
 def _keep_count_of_real_rows(data: Any, wire: WirePlan, step: int, call: _Call) -> bool:
-    """Make sequence means count the mini-batch's real rows only, in verl's fall-back too.
+    """Make sequence means count only the mini-batch's real rows, also in verl's fallback.
 
-    Where the rows are not a planned mini-batch, the ranks count them, in one collective.
+    If the rows are not a planned mini-batch, the ranks count them, in one collective.
 
     Returns:
         Whether the count is right.
@@ -171,9 +171,9 @@ def _keep_count_of_real_rows(data: Any, wire: WirePlan, step: int, call: _Call) 
 
 
 def _real_rows(data: Any) -> int:
-    """Rows of this rank that are no padding; -1 where the columns do not tell.
+    """Real rows of this rank; -1 if the columns do not tell.
 
-    A padding row has one token over and over, a response of one token, and nothing under its mask.
+    A padding row repeats one token, has a response of one token, and an all-zero mask.
     """
     columns = [data.get(name, None) for name in ("input_ids", "responses", "response_mask")]
     if any(not isinstance(column, torch.Tensor) or not column.is_nested for column in columns):
@@ -186,7 +186,7 @@ def _real_rows(data: Any) -> int:
 
 
 def _why_not(wire: WirePlan, step: int, call: _Call) -> str:
-    """Why the engine cannot run what was planned; empty if it can, or nothing was. The same on every rank."""
+    """Why the engine cannot run the plan; empty if it can, or there is none. The same on every rank."""
     if wire.sizes is None:
         return ""
     if step == _OTHER_RANKS:
@@ -200,7 +200,7 @@ def _why_not(wire: WirePlan, step: int, call: _Call) -> str:
         return f"the engine keeps groups of {call.group_size} rows together, which the plan does not"
     if count % call.divided_by or count < call.min_count:
         return (
-            f"the engine wants a multiple of {call.divided_by} and at least {call.min_count} micro-batches, the plan"
+            f"the engine needs a multiple of {call.divided_by} and at least {call.min_count} micro-batches, the plan"
             f" has {count}"
         )
     if call.cap is not None and int(wire.max_tokens[step]) > call.cap:
