@@ -17,7 +17,17 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from transformers import LlamaConfig
 
 import equipoise as eq
-from equipoise.training.engine import checkpoint, ddp, fsdp2, microbatches, models, packing, passes, torch_engine
+from equipoise.training.engine import (
+    checkpoint,
+    ddp,
+    fsdp2,
+    microbatches,
+    models,
+    packing,
+    pass_options,
+    passes,
+    torch_engine,
+)
 from equipoise.training.loss import denominators, metrics
 from tests.integration.together_rig import Meeting
 
@@ -67,7 +77,7 @@ def _of_engine(backend: str, *, planning: bool) -> dict[str, Meeting]:
         "build": Meeting(run=start, target=build),
         "spread": Meeting(run=start, target=(torch_engine.dist, "broadcast"), voted=False),
         "optimizer": Meeting(run=start, target=(torch_engine, "optimizer_of")),
-        "options": Meeting(run=train, target=(torch_engine, "PassOptions")),
+        "options": Meeting(run=train, target=(pass_options, "PassOptions")),
         "options with a plan": Meeting(run=plan, target=(torch_engine, "pass_options")),
         "rows of a plan": Meeting(run=plan, target=(torch_engine, "prepare_micro_batches")),
         "pack": Meeting(run=plan, target=(packing, "next_token_labels")),
