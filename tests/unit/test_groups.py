@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from equipoise import InfeasiblePlan, InvalidInput, StepPlan, StepSpec, plan_step
+from equipoise import InfeasiblePlan, InvalidInput, StepPlan, StepSpec, TokenCost, plan_step
 from equipoise.planning.partition.shares import share_out
 from tests.plan_checker import check_plan
 from tests.property.test_groups import check_groups
@@ -161,3 +161,9 @@ def test_the_exhaustive_search_finds_what_swaps_do_not() -> None:
     assert part is not None
     assert np.bincount(part, weights=size).tolist() == [12, 12]
     assert share_out(np.array([6, 6, 6]), np.ones(3), np.array([9, 9])) is None
+
+
+def test_fixed_micro_batches_of_similar_cost_run_together() -> None:
+    spec = StepSpec(dp_size=2, micro_batch_size_per_gpu=2, keep_groups="micro", algorithm="lpt")
+    plan = plan_step([20, 9, 8, 7, 6, 1, 1, 1], spec, cost=TokenCost(), group_ids=range(8))
+    assert plan.stats.lockstep_cost == 31  # of micro-batches that cost 21, 13, 10 and 9
