@@ -196,3 +196,14 @@ def test_flags_may_be_a_tensor() -> None:
 def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
     with pytest.raises(InvalidInput, match=rf"rank.*1.*{rank}"):
         plan_step([1, 2], StepSpec(dp_size=2)).micro_batches(rank)
+
+
+def test_the_remedy_for_fixed_micro_batches_is_the_nearest_legal_size() -> None:
+    with pytest.raises(InfeasiblePlan, match=r"micro_batch_size_per_gpu of 4$"):
+        plan_step([9] * 16, StepSpec(dp_size=2, micro_batch_size_per_gpu=5))
+
+
+def test_one_row_above_the_cap_is_not_counted() -> None:
+    with pytest.raises(InfeasiblePlan, match=r"lengths\[1\].*9") as caught:
+        plan_step([1, 9], StepSpec(dp_size=2, max_token_len_per_gpu=8))
+    assert "rows are above" not in str(caught.value)
