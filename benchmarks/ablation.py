@@ -36,6 +36,7 @@ MEAN, CELL, MICRO_BATCHES = 0.002, 0.01, 0.01
 SMALL = ("8x2x1", "32x4x1", "64x8x1", "128x16x4")
 LARGE = ("256x8x1", "512x32x1", "1024x16x4", "2048x32x4")
 LARGEST = ("16384x128x4",)
+FEW = ("8192x128x16",)
 
 Found = tuple[float, int] | None
 """Cost and micro-batches of a plan, or None if there is no plan."""
@@ -176,6 +177,7 @@ def families(sets: Sequence[str], seeds: int) -> list[Family]:
         _steps("small steps", sets, SMALL, 2 * seeds, {}),
         _steps("large steps", sets, LARGE, seeds, {}),
         _steps("largest steps", sets, LARGEST, seeds, {}),
+        _steps("few rows per cell", sets, FEW, seeds, {}),
         _steps("objective rank", sets, ("32x4x1", "128x16x4", "512x8x2"), seeds, {"objective": "rank"}),
         _steps("fixed rows", sets, ("32x4x1", "512x8x2"), seeds, fixed),
         _solved(60 * seeds),

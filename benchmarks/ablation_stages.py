@@ -10,7 +10,7 @@ import numpy as np
 
 from equipoise.planning.partition.board import Boards
 
-STEPS = ("small", "large", "objective", "fixed", "compared", "barely", "groups")
+STEPS = ("small", "large", "few", "objective", "fixed", "compared", "barely", "groups")
 SHARES = ("groups",)
 
 
@@ -77,6 +77,7 @@ STAGES = (
     _stage("exact steps", STEPS, ("step.search.polish", _nothing)),
     _stage("kicks", STEPS, ("step.search.kick", _nothing)),
     _stage("fit: rounds", STEPS, ("partition.refine.fit_cap.__kwdefaults__", {"max_rounds": 0})),
+    _stage("start by tiers", STEPS, ("step.starts._FEW_ROWS", 0)),
     _stage("plain rules", (*STEPS, "padded"), ("step.search._by_rule", _nothing)),
     _stage("roomiest layout", (*STEPS, "lpt"), ("step.search._roomiest", _nothing)),
     _stage("levelled ranks", ("objective",), ("step.search.level_ranks", _nothing)),

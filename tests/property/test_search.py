@@ -55,6 +55,7 @@ def _by_rule(mini: MiniBatch, num_columns: int, *, rule: str) -> IntArray:
 
 
 STARTS: dict[str, Callable[[MiniBatch, int], IntArray]] = {
+    "tiers": starts.by_tiers,
     "stripes": starts.by_stripes,
     "kk": functools.partial(_by_rule, rule="kk"),
     "lpt": functools.partial(_by_rule, rule="lpt"),

@@ -138,7 +138,7 @@ def _search_together(
 ) -> list[Layout | None]:
     """Best layout of each mini-batch in ``num_columns`` columns; None if none was found under the cap."""
     rules = pieces[0].rules(num_columns, spec)
-    cells = [starts.by_stripes(one.board, num_columns, one.home) if one.cell is None else one.cell for one in pieces]
+    cells = [starts.start(one.board, num_columns, one.home) if one.cell is None else one.cell for one in pieces]
     boards = boards_of(pieces, cells, num_columns)
     going: list[int] = np.flatnonzero(fit_cap(boards, rules)).tolist()
     layouts: list[Layout | None] = [None] * len(pieces)

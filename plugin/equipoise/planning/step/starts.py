@@ -5,13 +5,38 @@ Every layout respects the rows of each rank and leaves no cell empty, but may ex
 
 from __future__ import annotations
 
+import bisect
 import itertools
 
 import numpy as np
 
-from equipoise._arrays import FloatArray, IntArray, counts, iota, sums
+from equipoise._arrays import BoolArray, FloatArray, IntArray, counts, iota, sums
 from equipoise.planning.partition import greedy, karmarkar_karp, partitioners
 from equipoise.planning.step.layout import Layout, MiniBatch
+
+_FEW_ROWS = 3  # per cell
+
+
+def start(board: MiniBatch, num_columns: int, home: IntArray | None) -> IntArray:
+    """Where the search starts: tiers if cells have few rows, else stripes; ``home`` is as for :func:`by_stripes`."""
+    few = board.fixed_rows is None and num_columns > 1 and board.cost.size < _FEW_ROWS * num_columns * board.dp_size
+    return (by_tiers if few else by_stripes)(board, num_columns, home)
+
+
+def by_tiers(mini: MiniBatch, num_columns: int, home: IntArray | None = None) -> IntArray:
+    """Columns of similar rows, the longest first, each balanced by largest differencing if rows may change ranks."""
+    quota = _quotas_by_tokens(mini, num_columns)
+    cell = np.full(mini.cost.size, -1, dtype=np.int64)
+    if home is None:
+        upto = np.cumsum(quota.sum(axis=1))[:-1]
+        for column, rows in enumerate(np.split(_falling(mini.cost, ~mini.padding), upto)):
+            if rows.size:
+                cell[rows] = column * mini.dp_size + _divide(mini.cost[rows], quota[column], "kk")
+    else:
+        for rank in range(mini.dp_size):
+            columns = np.repeat(iota(num_columns), quota[:, rank])
+            cell[_falling(mini.cost, home == rank)] = columns * mini.dp_size + rank
+    return _with_padding(mini, cell, num_columns)
 
 
 def by_stripes(mini: MiniBatch, num_columns: int, home: IntArray | None = None) -> IntArray:
@@ -45,6 +70,12 @@ def _dealt_at_home(weights: FloatArray, quota: IntArray, home: IntArray) -> IntA
         rows = np.flatnonzero(home == rank)
         cell[rows] = greedy.longest_first(weights[rows], columns, max_rows=quota[:, rank]) * ranks + rank
     return cell
+
+
+def _falling(weights: FloatArray, among: BoolArray) -> IntArray:
+    """Indices of these rows, the heaviest first."""
+    rows = np.flatnonzero(among)
+    return rows[np.argsort(-weights[rows], kind="stable")]
 
 
 def rank_by_rule(mini: MiniBatch, algorithm: str) -> IntArray:
@@ -124,6 +155,27 @@ def halved(starts: list[int], end: int, count: int) -> list[int]:
         widest = int(size.argmax())
         starts.insert(widest + 1, starts[widest] + int(size[widest]) // 2)
     return starts
+
+
+def _quotas_by_tokens(mini: MiniBatch, num_columns: int) -> IntArray:
+    """Real rows of each cell, shape (num_columns, dp_size): the longest first, each column with its share of tokens."""
+    if mini.fixed_rows is not None:
+        filled = (iota(num_columns)[:, None] + 1) * mini.fixed_rows
+        return np.diff(np.minimum(filled, mini.real_rows), axis=0, prepend=0)
+    fewest = int(mini.real_rows.min())
+    columns = min(num_columns, max(fewest, 1))
+    falling = np.sort(mini.tokens[~mini.padding])[::-1]
+    running = [0, *itertools.accumulate(falling.tolist())]
+    quota = np.zeros((num_columns, mini.dp_size), dtype=np.int64)
+    done = 0
+    for column in range(columns - 1):
+        place = bisect.bisect_left(running, running[-1] * (column + 1) / columns)
+        take = round(place / mini.dp_size) - done
+        take = max(1, min(take, fewest - done - (columns - 1 - column)))
+        quota[column] = take
+        done += take
+    quota[columns - 1] = mini.real_rows - done
+    return quota
 
 
 def _quotas_even(rows: IntArray, num_columns: int) -> IntArray:
